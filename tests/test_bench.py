@@ -57,7 +57,7 @@ def test_a_bench_without_a_source_has_only_its_memory():
 
 def test_further_samples_of_a_set_are_no_further_sets_of_a_limit():
     bench = Bench(Growing())
-    with bench.limited(1, None):
+    with bench.limited(Allowance(1)):
         assert len(bench.samples(ONE, 3)) == 3
         with pytest.raises(BudgetSpentError):
             bench.measure([TWO])

@@ -77,7 +77,7 @@ def node_of(node_class, source, *, budget=SMALL, **more):
         stock=OwnChains(settings=SETTINGS, distinct=1, chains=(), cross_nic=2, rate_gbps=1.0),
         plain="not asked",
     )
-    return ClassStudy(node_class, task, empty).rates
+    return ClassStudy(node_class, task, empty)
 
 
 @functools.cache
@@ -574,8 +574,7 @@ def test_chains_between_given_nics_share_what_is_left_of_the_budget():
     before = study.task.source.sets_measured
     ends = itertools.combinations(itertools.product(range(4), repeat=2), 2)
     pairs = [tuple(sorted(pair)) for pair in itertools.islice(ends, 40)]
-    rates = study.rates
-    found = [rates.between(rates.choices[0][0], each) for each in pairs]
+    found = [study.between(study.choices[0][0], each) for each in pairs]
     # A search that has nothing left measures one set, so that a plan is possible all the same.
     assert study.task.source.sets_measured - before < 100 + len(pairs)
     assert None not in found

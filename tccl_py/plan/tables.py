@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -88,38 +87,17 @@ class KeptTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     format_version: int = FORMAT_VERSION
 
 
-class Study(Protocol):
-    """Answers further questions about a class of hosts; `cancelled` tells of an interruption."""
-
-    cancelled: bool
-    sets_by_symmetry: int
-
-    def best_under(self, settings: Settings, count: int) -> KeptChains | None:
-        """Return the best set of so many chains; None if there is none."""
-        ...
-
-    def between(self, settings: Settings, pairs: NicPairs) -> KeptChains | None:
-        """Return the best chains between exactly these NICs; None if there are none."""
-        ...
-
-    def most(self, settings: Settings, count: int) -> Most | None:
-        """Return what no set of so many chains exceeds, whichever NICs; None if it is not known."""
-        ...
-
-    def answers_more(self) -> bool:
-        """Return whether another question is cheap enough to compare choices that gain little."""
-        ...
-
-
 class ClassRates:
-    """The rates of chains on the hosts of a class: those of a table, and a study's, if any.
+    """The rates of chains on the hosts of a class by a table; a ClassStudy searches for further.
 
     `plain` is default NCCL, or the reason why it has no rate; `stock` has the variables without
-    which it has none.
+    which it has none. `cancelled` tells of an interruption.
     """
 
-    def __init__(self, node_class: NodeClass, kept: KeptTable, study: Study | None = None) -> None:
-        self.node_class, self.kept, self.study = node_class, kept, study
+    cancelled, sets_by_symmetry = False, 0
+
+    def __init__(self, node_class: NodeClass, kept: KeptTable) -> None:
+        self.node_class, self.kept = node_class, kept
         self.gpus, self.nics = kept.gpus, kept.nics
         self.stock, self.plain = kept.stock, kept.plain
         self._settings = {settings: number for number, settings in enumerate(kept.settings)}
@@ -146,16 +124,12 @@ class ClassRates:
         return sorted(chosen, key=lambda choice: (-choice[1].rate_gbps, first[choice[0]]))
 
     def may_answer(self, settings: Settings, count: int) -> bool:
-        """Return whether `best_under` may find chains: they share the channels evenly."""
-        stored = self._best.get((settings, count)) is not None
-        return stored or (self.study is not None and settings.channels % count == 0)
+        """Return whether `best_under` may find chains."""
+        return self._best.get((settings, count)) is not None
 
     def best_under(self, settings: Settings, count: int) -> KeptChains | None:
         """Return the best set of so many chains; None if there is none."""
-        key = settings, count
-        if key not in self._best and self.study is not None:
-            self._best[key] = self.study.best_under(settings, count)
-        return self._best.get(key)
+        return self._best.get((settings, count))
 
     def between(
         self, settings: Settings, pairs: NicPairs, *, only_few: bool = False
@@ -164,26 +138,12 @@ class ClassRates:
 
         With `only_few` a study answers a few cheap questions.
         """
-        key, study = (settings, pairs), self.study
-        if key not in self._between and study and (not only_few or study.answers_more()):
-            self._between[key] = study.between(settings, pairs)
-        return self._between.get(key)
+        del only_few
+        return self._between.get((settings, pairs))
 
-    def most(self, settings: Settings, count: int) -> Most | None:
-        """Return what no set of so many chains exceeds, whichever NICs; None without a study."""
-        return None if self.study is None else self.study.most(settings, count)
-
-    def add_best(self, settings: Settings, chains: KeptChains) -> None:
-        """Store the best set of so many chains."""
-        self._best[settings, len(chains.pairs)] = chains
-
-    def number_of(self, settings: Settings) -> int:
-        """Return the number of settings in the table."""
-        return self._settings.setdefault(settings, len(self._settings))
-
-    def hop_numbers(self, hops: Iterable[Hop]) -> tuple[int, ...]:
-        """Return the numbers of hops in the table."""
-        return tuple(self._hops.setdefault(hop, len(self._hops)) for hop in hops)
+    def most(self, _settings: Settings, _count: int, /) -> Most | None:
+        """Return what no set of so many chains exceeds, whichever NICs; None if it is not known."""
+        return None
 
     def hops_of(self, chains: KeptChains) -> list[list[Hop]]:
         """Return the hops of each chain."""

@@ -130,13 +130,13 @@ def used_nics(machine: Machine) -> tuple[int, ...]:
     return tuple(nic.index for nic in nics if nic.speed_mbps >= SLOW_NIC * fastest)
 
 
-class ClassStudy:
-    """A study of a class of hosts: it searches for chains, and measures, when `rates` are asked.
+class ClassStudy(ClassRates):
+    """The rates of chains on hosts of a class that searches, and measures, when it is asked.
 
     Without a `kept` table NCCL's own chains are rated first, and settings and chains searched;
     `allow` is called before results are measured, of which symmetry may have told the rates.
-    `cancelled` tells of an interruption. Raises SearchError: no chains can be built.
-    MeasurementError: the source cannot measure them.
+
+    Raises SearchError: no chains can be built. MeasurementError: the source cannot measure them.
     """
 
     def __init__(
@@ -148,20 +148,18 @@ class ClassStudy:
         allow: Callable[[], object] = lambda: None,
     ) -> None:
         self.task = task
-        self.cancelled = False
-        self.sets_by_symmetry = 0
         self._left = task.budget.sets
         self._more = 0
         self._searched: list[Choice] = []
         table = self._explored(node_class.name) if kept is None else kept
-        self.rates = ClassRates(node_class, table, self)
+        super().__init__(node_class, table)
         bests: dict[tuple[Settings, int], Choice] = {}
         for choice in self._searched:
             bests.setdefault((choice.settings, len(choice.rings.rings)), choice)
         allow()
         for choice in bests.values():
             with suppress(BudgetSpentError):
-                self.rates.add_best(choice.settings, self._best_of(choice, chosen=True))
+                self.add_best(choice.settings, self._best_of(choice, chosen=True))
 
     def _explored(self, node_class: str) -> KeptTable:
         """Search over settings; return a table without the answers, which are `_searched`."""
@@ -223,26 +221,37 @@ class ClassStudy:
         marks = picked(choice, "rate_gbps", "bound_gbps", "bound_assumptions")
         return msgspec.structs.replace(best, **marks, best=True, chosen=chosen)
 
+    def add_best(self, settings: Settings, chains: KeptChains) -> None:
+        """Store the best set of so many chains."""
+        self._best[settings, len(chains.pairs)] = chains
+
+    def may_answer(self, settings: Settings, count: int) -> bool:
+        """Return whether `best_under` may find chains: they share the channels evenly."""
+        return super().may_answer(settings, count) or settings.channels % count == 0
+
     def best_under(self, settings: Settings, count: int) -> KeptChains | None:
-        """Search for the best set of so many chains."""
-        if settings.channels % count:
-            return None
+        """Return the best set of so many chains, searched for where it is not known."""
+        key = settings, count
+        if key in self._best or settings.channels % count:
+            return self._best.get(key)
         task = msgspec.structs.replace(self.task, ring_counts=(count,))
         rings = [c.rings.rings for c in self._searched if len(c.rings.rings) == count]
         if not self._searched:
             rings = list(initial_chains(task.space(settings, count), task.nics, count))
-        result = self._search(task, settings, rings)
-        with suppress(BudgetSpentError):
-            return None if result is None else self._best_of(choice_found(settings, result))
-        return None
+        result, best = self._search(task, settings, rings), None
+        if result is not None:
+            with suppress(BudgetSpentError):
+                best = self._best_of(choice_found(settings, result))
+        self._best[key] = best
+        return best
 
-    def most(self, settings: Settings, count: int) -> Most | None:
+    def most(self, settings: Settings, count: int, /) -> Most | None:
         """Search for what no chains exceed, whichever NICs they use; None if it is not known."""
         if not self.task.source.simulated:
             return None
         task = msgspec.structs.replace(self.task, ring_counts=(count,), uneven=True)
-        best = self.rates.best_under(settings, count)
-        seed = () if best is None else tuple(Ring(tuple(h)) for h in self.rates.hops_of(best))
+        best = self.best_under(settings, count)
+        seed = () if best is None else tuple(Ring(tuple(h)) for h in self.hops_of(best))
         result = self._search(task, settings, [seed] if seed else [])
         if result is None or result.bound_gbps is None:
             return None
@@ -259,26 +268,30 @@ class ClassStudy:
             self._spend(result)
         return result
 
-    def answers_more(self) -> bool:
+    def _answers_more(self) -> bool:
         """Return whether another question costs a single set, and few were asked."""
         self._more += 1
         most = min(MORE_SETS, self.task.budget.sets or MORE_SETS)
         few = self.task.source.simulated or self._more <= most
         return few and len(self.task.gpus) == 1
 
-    def between(self, settings: Settings, pairs: NicPairs) -> KeptChains | None:
-        """Search for the best chains between exactly these NICs."""
-        rings, bound = self._rings_between(settings, pairs)
-        if rings is None:
-            return None
-        try:
-            measurement = measured_well(self.task.source, rings)
-        except BudgetSpentError:
-            return None
-        rated = self._rated_chains(settings, rings, measurement)
-        # Between two NICs there is one chain over one GPU.
-        bound = rated.rate_gbps if len(self.task.gpus) == 1 else bound
-        return msgspec.structs.replace(rated, bound_gbps=bound)
+    def between(
+        self, settings: Settings, pairs: NicPairs, *, only_few: bool = False
+    ) -> KeptChains | None:
+        """Return the best chains between exactly these NICs, searched for as `best_under`."""
+        key = settings, pairs
+        if key in self._between or (only_few and not self._answers_more()):
+            return self._between.get(key)
+        (rings, bound), rated = self._rings_between(settings, pairs), None
+        if rings is not None:
+            with suppress(BudgetSpentError):
+                measurement = measured_well(self.task.source, rings)
+                rated = self._rated_chains(settings, rings, measurement)
+                # Between two NICs there is one chain over one GPU.
+                bound = rated.rate_gbps if len(self.task.gpus) == 1 else bound
+                rated = msgspec.structs.replace(rated, bound_gbps=bound)
+        self._between[key] = rated
+        return rated
 
     def _rings_between(
         self, settings: Settings, pairs: NicPairs
@@ -289,9 +302,9 @@ class ClassStudy:
             return None, None
         if task.same_nic and any(entered != exit_nic for entered, exit_nic in pairs):
             return None, None
-        best = self.rates.best_under(settings, len(pairs))
+        best = self.best_under(settings, len(pairs))
         if best is not None and best.pairs == pairs:
-            rings = RingSet(tuple(Ring(tuple(hops)) for hops in self.rates.hops_of(best)))
+            rings = RingSet(tuple(Ring(tuple(hops)) for hops in self.hops_of(best)))
             return rings, None if best.bound_assumptions else best.bound_gbps
         task = msgspec.structs.replace(
             task, ring_counts=(len(pairs),), pairing=Pairing(pairs), strategy="best-first"
@@ -309,9 +322,12 @@ class ClassStudy:
         """Return measured chains by the table's numbers of settings and hops."""
         rates = dealt(measurement.transfers.flows, measurement.gbps)
         return KeptChains(
-            under=self.rates.number_of(settings),
-            pairs=nic_pairs(rings),
-            chains=tuple(self.rates.hop_numbers(chain.hops) for chain in rings.rings),
+            under=self._settings.setdefault(settings, len(self._settings)),
+            pairs=tuple(sorted(nic_pair(chain.hops) for chain in rings.rings)),
+            chains=tuple(
+                tuple(self._hops.setdefault(hop, len(self._hops)) for hop in chain.hops)
+                for chain in rings.rings
+            ),
             gbps=tuple(tuple(rates[hop.flow].pop() for hop in chain.hops) for chain in rings.rings),
             rate_gbps=rings.rate(measurement),
             error=interval(measurement),
@@ -334,20 +350,12 @@ def needed_variables(task: Task, default: Stock | None) -> Iterator[Stock]:
 
 def _own_chains(default: Stock) -> OwnChains:
     return OwnChains(
-        settings=default.settings,
+        **picked(default, "settings", "rate_gbps"),
+        **picked(default.nccl, "chains", "cross_nic", "fallback"),
         distinct=len(default.rings.rings),
-        chains=default.nccl.chains,
-        cross_nic=default.nccl.cross_nic,
-        rate_gbps=default.rate_gbps,
         error=interval(default.measurement),
         assumed=default.measurement.assumed,
-        fallback=default.nccl.fallback,
     )
-
-
-def nic_pairs(rings: RingSet) -> NicPairs:
-    """Return the NIC pairs of a set of chains, in order."""
-    return tuple(sorted(nic_pair(chain.hops) for chain in rings.rings))
 
 
 # Chains to start a search from: where NICs and GPUs are alike, they are often the best.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import combinations, combinations_with_replacement, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -25,7 +25,7 @@ from tccl_py.planning.join import best_rings, plan_over
 from tccl_py.planning.parts import answered, job_gpus
 from tccl_py.planning.request import PlanRequest, task_for
 from tccl_py.search.problem import Reporter
-from tccl_py.sources.bench import Bench
+from tccl_py.sources.bench import Allowance, Bench
 
 FEW_RINGS = 4
 """Beyond a ring for each NIC, sets of up to so many are tried."""
@@ -69,45 +69,32 @@ class SeveralHosts:
         # Their time is limited all together.
         budget = msgspec.structs.replace(request.budget, seconds=None)
         untimed = msgspec.structs.replace(request, budget=budget)
-        self.classes = []
+        # By the number of a class: its task if it has a source, and kept tables by GPUs.
+        self.tasks, self.kept = list[HostTask | None](), list[dict[Order, ClassRates]]()
         for host, source, ids, used in zip(cluster.classes, sources, gpus, nics, strict=True):
-            tables_of = {t.gpus: t for t in kept if t.node_class.name == host.name}
+            self.kept.append({t.gpus: t for t in kept if t.node_class.name == host.name})
             task = None
             if source is not None:
                 task = task_for(HostTask, untimed, host, source, ids, nics=used, **more)
                 self.sources.append(task.source)
-            elif ids not in tables_of:
-                right = "start a rank on a host of it"
-                raise InputError(
-                    f"class {host.name}", "has no table, and no host to measure", right
-                )
-            self.classes.append(_Class(host, ids, task, tables_of))
-        self.growing = not all(member.gpus in member.tables for member in self.classes)
-
-    def limited(self) -> ExitStack:
-        """Limit the seconds of all that is measured; sets are limited for each search."""
-        stack, seconds = ExitStack(), self.request.budget.seconds
-        limits = (source.limited(None, seconds) for source in self.sources)
-        self.allowances = [stack.enter_context(limit) for limit in limits]
-        return stack
-
-    def _allow(self, share: float) -> None:
-        for allowance in self.allowances:
-            allowance.allow(share)
-
-    def _allot(self, parts: int, *, classes: int) -> None:
-        for allowance in self.allowances:
-            allowance.allot(parts=parts * classes)
+            elif ids not in self.kept[-1]:
+                fault = "has no table, and no host to measure"
+                raise InputError(f"class {host.name}", fault, "start a rank on a host of it")
+            self.tasks.append(task)
+        # Kept tables grow with the cluster.
+        self.growing = not all(ids in of for ids, of in zip(gpus, self.kept, strict=True))
+        # Sets are limited for each search.
+        self.allowance = Allowance(seconds=request.budget.seconds)
 
     @property
     def sets_by_symmetry(self) -> int:
         """The number of sets that symmetries have spared."""
-        return sum(node.study.sets_by_symmetry for node in self.nodes if node.study)
+        return sum(node.sets_by_symmetry for node in self.nodes)
 
     def plan(self) -> Plan:
         """Return the best rings over all hosts; KeyboardInterrupt ends it with the best so far."""
         self._study()
-        self._allow(3 / 4)
+        self.allowance.allow(3 / 4)
         try:
             plan = plan_over(self.cluster, self.nodes, self.request)
         except SearchError:
@@ -117,20 +104,21 @@ class SeveralHosts:
             # beside what is remembered, and a new set of each class in any case.
             self._study()
             budget = self.request.budget
+            again = Allowance(budget.sets, budget.seconds)
             with ExitStack() as stack:
                 for source in self.sources:
-                    stack.enter_context(source.limited(budget.sets, budget.seconds))
+                    stack.enter_context(source.limited(again))
                 plan = plan_over(self.cluster, self.nodes, self.request)
-        cancelled = plan.cancelled or any(map(_is_cancelled, self.nodes))
+        cancelled = plan.cancelled or any(node.cancelled for node in self.nodes)
         return msgspec.structs.replace(plan, cancelled=cancelled)
 
     def _study(self) -> None:
         """Search every class, each in its part of the first half of the time."""
         self.nodes.clear()
-        for number, member in enumerate(self.classes, 1):
-            self._allow(number / len(self.classes) / 2)
-            allow = partial(self._allow, 3 / 4)
-            self.nodes.append(member.node(member.gpus, self.growing, allow=allow))
+        for number, ids in enumerate(self.gpus):
+            self.allowance.allow((number + 1) / len(self.gpus) / 2)
+            allow = partial(self.allowance.allow, 3 / 4)
+            self.nodes.append(self._node(number, ids, allow=allow))
 
     def with_parts(self, plan: Plan) -> Iterator[Plan]:
         """Yield the plan, with notices on jobs that cannot be planned; make the tables of all."""
@@ -138,12 +126,10 @@ class SeveralHosts:
             return
         notices, asked = list(plan.notices), self.request.gpus_per_job
         try:
-            of_classes = zip(self.classes, job_gpus(asked, *self.gpus), strict=True)
-            for number, (member, (_, *subsets)) in enumerate(of_classes):
-                allot = partial(self._allot, classes=len(self.classes) - number)
+            for number, (_, *subsets) in enumerate(job_gpus(asked, *self.gpus)):
                 # Tables of earlier get further sets of GPUs only if these are named.
-                named = [] if member.tables and asked is None else subsets
-                self.nodes += member.others(named, self.growing, notices, allot)
+                named = [] if self.kept[number] and asked is None else subsets
+                self.nodes += self._others(number, named, notices)
             # Jobs are asked about, so that tables have answers for them.
             for job, nodes in islice(_small_jobs(self.cluster, self.nodes), MOST_JOBS):
                 with suppress(SearchError, MeasurementError):
@@ -152,6 +138,57 @@ class SeveralHosts:
         finally:
             self.tables += [node.table() for node in self.nodes]
         yield msgspec.structs.replace(plan, notices=tuple(notices))
+
+    def _node(
+        self,
+        number: int,
+        gpus: Order,
+        *,
+        parts: int = 1,
+        allow: Callable[[], object] = lambda: None,
+    ) -> ClassRates:
+        """Return the table for GPUs of a class, or a search with one of `parts` of its budget.
+
+        Raises MeasurementError: there is neither, or the source cannot measure what is needed.
+        """
+        task, table = self.tasks[number], self.kept[number].get(gpus)
+        if table is not None and (task is None or not self.growing):
+            return table
+        if task is None:
+            raise MeasurementError("no host of the class is at hand")
+        sets = task.budget.sets
+        few = msgspec.structs.replace(task.budget, sets=sets and max(1, sets // parts))
+        task = msgspec.structs.replace(task.over(gpus), budget=few)
+        kept = None if table is None else table.kept
+        return ClassStudy(self.cluster.classes[number], task, kept, allow=allow)
+
+    def _others(
+        self, number: int, gpu_sets: Sequence[Order], notices: list[str]
+    ) -> tuple[ClassRates, ...]:
+        """Return nodes for other GPUs of a class: `gpu_sets` without table, and kept ones.
+
+        The notices get the reason where a search fails. Each gets an equal part of the time that
+        is left.
+        """
+        kept, classes = self.kept[number], len(self.gpus) - number
+        new = [gpus for gpus in gpu_sets if gpus not in kept]
+
+        def searched(gpus: Order) -> ClassRates | None:
+            if gpus in kept:
+                return self._node(number, gpus)
+            self.allowance.allot(parts=classes * (len(new) - new.index(gpus)))
+            try:
+                node = self._node(number, gpus, parts=len(new))
+            except (InputError, SearchError, MeasurementError) as error:
+                name = f"{self.cluster.classes[number].name}, GPUs {gpus_text(gpus)}"
+                notices.append(f"{name}: no jobs can be planned ({error})")
+                return None
+            if node.cancelled:
+                raise KeyboardInterrupt
+            return node
+
+        others = (gpus for gpus in kept if gpus != self.gpus[number])
+        return answered([*new, *others], searched)
 
 
 def _nics(cluster: Cluster, node_class: NodeClass) -> tuple[int, ...]:
@@ -162,72 +199,6 @@ def _nics(cluster: Cluster, node_class: NodeClass) -> tuple[int, ...]:
     ends = cabled_nics(cluster.cables)
     cabled = {nic for host, nic, _ in ends if cluster.classes[of[host]].name == node_class.name}
     return tuple(nic for nic in used if nic in cabled)
-
-
-class _Class(NamedTuple):
-    """A class of hosts: `gpus` in the plan, its task if it has a source, and `tables` by GPUs."""
-
-    node_class: NodeClass
-    gpus: Order
-    task: HostTask | None
-    tables: Mapping[Order, ClassRates]
-
-    def node(
-        self,
-        gpus: tuple[int, ...],
-        growing: bool,
-        *,
-        parts: int = 1,
-        allow: Callable[[], object] = lambda: None,
-    ) -> ClassRates:
-        """Return the table for these GPUs, or that of a search with one of `parts` of the budget.
-
-        While the cluster is `growing`, tables may grow as well.
-        """
-        table = self.tables.get(gpus)
-        if self.task is None or (table is not None and not growing):
-            return self.tables[gpus]
-        sets = self.task.budget.sets
-        few = msgspec.structs.replace(self.task.budget, sets=sets and max(1, sets // parts))
-        task = msgspec.structs.replace(self.task, gpus=gpus, budget=few)
-        kept = None if table is None else table.kept
-        return ClassStudy(self.node_class, task, kept, allow=allow).rates
-
-    def others(
-        self,
-        gpu_sets: Sequence[Order],
-        growing: bool,
-        notices: list[str],
-        allot: Callable[[int], None],
-    ) -> tuple[ClassRates, ...]:
-        """Return nodes for other GPUs: `gpu_sets` without table, whose search may fail, and kept.
-
-        The notices get the reason where a search fails. Each gets its part of the time, which
-        `allot` allows one of.
-        """
-        new = [gpus for gpus in gpu_sets if gpus not in self.tables]
-
-        def searched(gpus: Order) -> ClassRates | None:
-            if gpus in self.tables:
-                return self.node(gpus, growing)
-            allot(len(new) - new.index(gpus))
-            try:
-                if self.task is None:
-                    raise MeasurementError("no host of the class is at hand")
-                node = self.node(gpus, growing, parts=len(new))
-            except (InputError, SearchError, MeasurementError) as error:
-                name = f"{self.node_class.name}, GPUs {gpus_text(gpus)}"
-                notices.append(f"{name}: no jobs can be planned ({error})")
-                return None
-            if _is_cancelled(node):
-                raise KeyboardInterrupt
-            return node
-
-        return answered([*new, *(gpus for gpus in self.tables if gpus != self.gpus)], searched)
-
-
-def _is_cancelled(node: ClassRates) -> bool:
-    return node.study is not None and node.study.cancelled
 
 
 def _small_jobs(
@@ -245,7 +216,7 @@ def _small_jobs(
                 yield part_of(cluster, part), [nodes[n] for n in {of[name]: 0 for name in part}]
         return
     combined = combinations_with_replacement(nodes, 2)
-    pairs = [pair for pair in combined if any(node.study for node in pair)]
+    pairs = [pair for pair in combined if any(isinstance(node, ClassStudy) for node in pair)]
     for pair in sorted(pairs, key=lambda pair: abs(len(pair[0].gpus) - len(pair[1].gpus))):
         used = list(dict.fromkeys(pair))
         hosts = tuple(

@@ -104,10 +104,7 @@ class Growth(msgspec.Struct, frozen=True):
     tables: list[KeptTable] | None = None
 
     def plan(
-        self,
-        cluster: Cluster,
-        sources: Mapping[str, BandwidthSource],
-        notices: Iterable[str] = (),
+        self, cluster: Cluster, sources: Mapping[str, BandwidthSource], notices: Iterable[str] = ()
     ) -> Plan:
         """Return a plan over all hosts, from tables; classes without tables are measured.
 
@@ -121,12 +118,7 @@ class Growth(msgspec.Struct, frozen=True):
             before = tuple(n for n in self.known.plan.notices if n != TUNED_NOTE)
         of_classes = [sources.get(node_class.name) for node_class in cluster.classes]
         made = plan_hosts(
-            request,
-            cluster,
-            of_classes,
-            kept=tables,
-            reporter=self.reporter,
-            tables=self.tables,
+            request, cluster, of_classes, kept=tables, reporter=self.reporter, tables=self.tables
         )
         texts = dict.fromkeys((*before, *made.notices, *notices))
         return msgspec.structs.replace(made, notices=tuple(texts))

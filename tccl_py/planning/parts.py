@@ -1,10 +1,19 @@
-"""Parts of a plan's GPUs: which of them get answers, and rings for those of one host."""
+"""Parts of a plan's GPUs: which of them get answers, and rings for those of one host.
+
+Rings for parts of one host and chains for jobs over several share the walk over sets (`answered`),
+the task of a set (`Task.over`), and the search under a choice of settings (`search_under`). A ring
+is searched under the plan's settings alone, and compared with NCCL's own rings, for the plugin:
+what is kept is an order and one rate, also for all images of a set (`SubsetRings`). Chains are
+asked for under any settings, in any number and between any NICs, as the other hosts of a job
+decide: a table keeps the rate of each hop, and images are made when a job asks (`KeptTable`).
+"""
 
 from __future__ import annotations
 
 import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from math import inf
 from typing import TypeVar
 
@@ -101,8 +110,9 @@ def smaller_sets(
     if everywhere or plan.recommended == "graph":
         planned = subset_rings(task, best.settings, best.orders)
         return _rated(task, planned, (best.settings, variables))
-    if plan.recommended == "variables" and plugin_environment(variables)[1]:
-        return _gaining(task, variables)
+    few = len(task.gpus) <= ALL_SUBSETS_UP_TO
+    if few and plan.recommended == "variables" and plugin_environment(variables)[1]:
+        return answered(subsets(task.machine, task.gpus), partial(_by_variables, task, variables))
     return ()
 
 
@@ -129,26 +139,20 @@ def _rated(
     plain = dict.fromkeys(msgspec.structs.replace(kind, shm_placement=False) for kind in settings)
 
     def gains(subset: SubsetRings) -> bool:
-        part = msgspec.structs.replace(task, gpus=subset.gpus, own_rings=None)
+        part = task.over(subset.gpus)
         return any(subset.rate_gbps > own_gbps(part, kind) * (1 + AS_GOOD) for kind in plain)
 
     return tuple(msgspec.structs.replace(subset, gains=gains(subset)) for subset in planned)
 
 
-def _gaining(task: Task, variables: Settings) -> tuple[SubsetRings, ...]:
-    """Return the subsets, without rings, with whether the variables beat default NCCL."""
-    if len(task.gpus) > ALL_SUBSETS_UP_TO:
-        return ()
-
-    def rated(gpus: Order) -> SubsetRings | None:
-        part = msgspec.structs.replace(task, gpus=gpus, own_rings=None)
-        default, rate = (own_gbps(part, option) for option in (task.default_settings, variables))
-        gains = rate > default * (1 + AS_GOOD)
-        # Rates of sets that may not be measured any more are infinite.
-        known = 0 < rate < inf
-        return SubsetRings(gpus=gpus, rings=(), rate_gbps=rate, gains=gains) if known else None
-
-    return answered(subsets(task.machine, task.gpus), rated)
+def _by_variables(task: Task, variables: Settings, gpus: Order) -> SubsetRings | None:
+    """Return a subset without rings, with whether variables beat default NCCL; None unrated."""
+    part = task.over(gpus)
+    default, rate = (own_gbps(part, option) for option in (task.default_settings, variables))
+    gains = rate > default * (1 + AS_GOOD)
+    # Rates of sets that may not be measured any more are infinite.
+    known = 0 < rate < inf
+    return SubsetRings(gpus=gpus, rings=(), rate_gbps=rate, gains=gains) if known else None
 
 
 def subsets(machine: Machine, gpus: Order) -> tuple[Order, ...]:
@@ -177,9 +181,8 @@ def _subset(
     task: Task, settings: Settings, orders: Sequence[Order], gpus: Order
 ) -> SubsetRings | None:
     """Return rings over exactly these GPUs; None where the settings leave a GPU without a hop."""
-    part = msgspec.structs.replace(
-        task, gpus=gpus, ring_counts=SUBSET_RING_COUNTS, budget=SUBSET_BUDGET
-    )
+    few = {"ring_counts": SUBSET_RING_COUNTS, "budget": SUBSET_BUDGET}
+    part = msgspec.structs.replace(task.over(gpus), **few)
     # The whole machine's rings without the GPUs that are missing are a good beginning.
     seeds = [tuple(tuple(gpu for gpu in order if gpu in gpus) for order in orders)]
     result = search_under(part, settings, known=seeds, floor=0.0, sets=SUBSET_BUDGET.sets or 1)

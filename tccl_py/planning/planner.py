@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tccl_py.errors import (
-    BudgetSpentError,
-    InputError,
-    check_type,
-    counted,
-    require,
-)
+from tccl_py.errors import BudgetSpentError, InputError, check_type, counted, require
 from tccl_py.files import picked
 from tccl_py.model.cluster import Cluster, single_host
 from tccl_py.model.machine import Knowledge, Machine
@@ -36,6 +30,7 @@ from tccl_py.planning.request import (
 from tccl_py.planning.study import Choice, JoinedRings, Stock, assembled, limit_gbps, measured_well
 from tccl_py.search.problem import Budget, Reporter
 from tccl_py.search.strategies import Strategy
+from tccl_py.sources.bench import Allowance
 
 if TYPE_CHECKING:
     from tccl_py.plan.tables import ClassRates, KeptTable
@@ -80,7 +75,9 @@ def plan_hosts(
 
         more = {"kept": kept, "reporter": reporter, "tables": tables}
         hosts = cluster_planner.SeveralHosts(request, cluster, class_gpus, sources, **more)
-    with hosts.limited():
+    with ExitStack() as stack:
+        for source in hosts.sources:
+            stack.enter_context(source.limited(hosts.allowance))
         plan = hosts.plan()
         further = iter(()) if plan.cancelled else hosts.with_parts(plan)
         try:
@@ -99,7 +96,7 @@ def plan_hosts(
 
 
 class OneHost:
-    """A single host: its chains close, and what is searched is joined already."""
+    """A single host: its chains close, and what is searched is joined already; see `Task`."""
 
     def __init__(
         self,
@@ -107,9 +104,7 @@ class OneHost:
         cluster: Cluster,
         gpus: Sequence[Order],
         source: BandwidthSource | None,
-        *,
-        own_rings: OwnRings | None,
-        reporter: Reporter | None,
+        **more: Any,
     ) -> None:
         self.request, self.cluster, self.gpus = request, cluster, gpus
         (host,) = cluster.classes
@@ -117,16 +112,10 @@ class OneHost:
             fault, right = "has no source", "give one that measures its GPUs"
             raise InputError(f"host {cluster.names[0]}", fault, right)
         counts = request.ring_counts or (RING_COUNTS if len(gpus[0]) <= 8 else FEW_RING_COUNTS)
-        more: dict[str, Any] = {"reporter": reporter, "own_rings": own_rings, "placement": True}
-        self.task = task_for(Task, request, host, source, gpus[0], ring_counts=counts, **more)
+        more |= {"ring_counts": counts, "placement": True}
+        self.task = task_for(Task, request, host, source, gpus[0], **more)
         self.sources = [self.task.source]
-
-    @contextmanager
-    def limited(self) -> Iterator[None]:
-        """Limit everything that is measured by the budget."""
-        budget = self.request.budget
-        with self.task.source.limited(budget.sets, budget.seconds) as self.allowance:
-            yield
+        self.allowance = Allowance(request.budget.sets, request.budget.seconds)
 
     def plan(self) -> Plan:
         """Return the plan of the best choice; KeyboardInterrupt ends it with the best so far."""
@@ -199,9 +188,8 @@ def choice_of(stock: Stock | None, note: str, task: Task) -> PlanChoice:
         nccl, settings = task.own_choice(task.default_settings), task.default_settings
         return PlanChoice(settings=settings, rings=nccl.rings, rate_gbps=None, note=note)
     return PlanChoice(
-        settings=stock.settings,
+        **picked(stock, "settings", "rate_gbps"),
         rings=stock.nccl.rings,
-        rate_gbps=stock.rate_gbps,
         error=interval(stock.measurement),
         assumed=stock.measurement.assumed,
         note=note,
@@ -270,7 +258,8 @@ def make_plan(
     check_type(machine, "machine", Machine)
     check_type(knowledge, "knowledge", Knowledge)
     indices = chosen_gpus(machine, gpus)
-    request = _request(version, ring_counts, strategy, budget, pinned_env, subsets=subsets)
+    more: dict[str, Any] = {"version": version, "strategy": strategy, "budget": budget}
+    request = _request(ring_counts, pinned_env, subsets=subsets, **more)
     cluster = single_host(machine, knowledge, indices)
     return plan_hosts(
         request, cluster, [source], gpus=indices, own_rings=own_rings, reporter=reporter
@@ -316,30 +305,20 @@ def make_cluster_plan(
     variables that say nothing of P2P. SearchError: no ring exists. MeasurementError: a source
     cannot measure a needed set.
     """
-    more = {"keep_order": keep_order, "ib_gid_index": ib_gid_index, "gpus_per_job": gpus_per_job}
     check_type(cluster, "cluster", Cluster)
     check_type(sources, "sources", Sequence)
     fault = f"has {counted(len(sources), 'source')} for {len(cluster.classes)} class(es)"
     require(len(sources) == len(cluster.classes), "`sources`", fault, "one for each class")
-    request = _request(version, ring_counts, strategy, budget, pinned_env, **more)
+    more: dict[str, Any] = {"version": version, "strategy": strategy, "budget": budget}
+    more |= {"keep_order": keep_order, "ib_gid_index": ib_gid_index, "gpus_per_job": gpus_per_job}
+    request = _request(ring_counts, pinned_env, **more)
     return plan_hosts(request, cluster, sources, kept=kept, reporter=reporter, tables=tables)
 
 
 def _request(
-    version: str,
-    ring_counts: Sequence[int] | None,
-    strategy: str | Strategy,
-    budget: Budget,
-    pinned_env: Mapping[str, str] | None,
-    **more: Any,
+    ring_counts: Sequence[int] | None, pinned_env: Mapping[str, str] | None, **more: Any
 ) -> PlanRequest:
     """Return a request with what is asked for one host as for several, and more."""
     check_type(ring_counts, "ring_counts", Iterable, type(None))
-    return PlanRequest(
-        version=version,
-        ring_counts=tuple(ring_counts) if ring_counts else None,
-        strategy=strategy,
-        budget=budget,
-        pinned_env=pinned_env or {},
-        **more,
-    )
+    counts = tuple(ring_counts) if ring_counts else None
+    return PlanRequest(ring_counts=counts, pinned_env=pinned_env or {}, **more)

@@ -132,6 +132,10 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
         """The settings of default NCCL: its defaults, and the pinned level."""
         return Settings(version=self.version, p2p_level=self.p2p_level)
 
+    def over(self: T, gpus: tuple[int, ...]) -> T:
+        """Return the task of searching some of the GPUs, of which no NCCL is asked."""
+        return msgspec.structs.replace(self, gpus=gpus, own_rings=None)
+
     def view(self, settings: Settings) -> NcclView:
         """Return NCCL's view of the machine under these settings."""
         return view(self.machine, self.knowledge, settings, gpus=self.gpus)

@@ -143,7 +143,7 @@ class Bench:
         self._new: dict[TransferSet, list[Measurement]] = {}
         self._random = random.Random(0)
         self._asked: set[TransferSet] = set()
-        self._allowance = Allowance()
+        self._allowance, self._asked_before = Allowance(), 0
         self._measuring_s = 0.0
         self._on_set: Callable[[int], None] = lambda _: None
         self.cut_short = self._is_begun = False
@@ -287,7 +287,7 @@ class Bench:
         """Count sets that are asked for; return those that lack the sample, each once."""
         # What a journal answers counts as well: a resumed run goes the same way.
         new = set(keys) - self._asked
-        if self._allowance.spent and new:
+        if len(self._asked) > self._asked_before and new:
             self._refuse_unless(self._allowance.covers(len(new)) and self.has_time())
         self._asked |= new
         self._allowance.spend(len(new))
@@ -320,17 +320,17 @@ class Bench:
     # Limits.
 
     @contextmanager
-    def limited(self, sets: int | None, seconds: float | None) -> Iterator[Allowance]:
-        """Limit new sets in a block, which gets the allowance and may allow a share of it.
+    def limited(self, allowance: Allowance) -> Iterator[None]:
+        """Limit new sets in a block by an allowance, which other benches may share.
 
         Beyond what is allowed, sets that were not asked for before are refused, and `cut_short`
         tells so, in the block around as well. The first new set is not refused. A set that runs
-        when all `seconds` are over is cut, where its source can.
+        when all seconds are over is cut, where its source can.
         """
-        before, self._allowance = self._allowance, Allowance(sets, seconds)
+        before, self._allowance, self._asked_before = self._allowance, allowance, len(self._asked)
         was_cut, self.cut_short, self._is_begun = self.cut_short, False, False
         try:
-            yield self._allowance
+            yield
         finally:
             self._allowance = before
             self.cut_short |= was_cut
