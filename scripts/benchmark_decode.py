@@ -65,7 +65,7 @@ def control() -> None:
     if not LEAST_ROUNDS <= call.rounds <= MAX_ROUNDS:
         raise InputError(f"--rounds {call.rounds}", "is out of range", f"{LEAST_ROUNDS} to 40")
     plan = plan_in(call.directory)
-    if not plan.closes:
+    if not plan.cluster.closes:
         raise InputError(str(call.directory), "is the plan of a cluster", "name one machine's")
     if load_tuning(plan, call.directory) is None:
         right = "`tccl verify --tune` it first"

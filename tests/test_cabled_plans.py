@@ -15,7 +15,7 @@ from tccl_py.merge.cables import steps_between
 from tccl_py.nccl.network import routed
 from tccl_py.nccl.settings import environment
 from tccl_py.plan.directory import write_plan
-from tccl_py.plan.host_files import files_of_hosts, host_graphs, job_plugin_files
+from tccl_py.plan.host_files import ClusterFiles, host_graphs
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.tables import table_files
 from tccl_py.planning.jobs import plan_of_job
@@ -40,13 +40,13 @@ def graphs(text):
 
 
 def ring_channels(plan, host):
-    return graphs(files_of_hosts(plan, PurePosixPath("/plan"))[f"hosts/{host}.xml"])["0"][1]
+    return graphs(ClusterFiles(plan).texts(PurePosixPath("/plan"))[f"hosts/{host}.xml"])["0"][1]
 
 
 def test_files_of_three_hosts_equal_the_hand_made_ones_but_for_true_speeds_and_a_tree():
     plan = planned(ring(leave=1))
     assert plan.host_order == ("spark0", "spark1", "spark2")
-    files = files_of_hosts(plan, PurePosixPath("/plan"))
+    files = ClusterFiles(plan).texts(PurePosixPath("/plan"))
     public, channels = graphs(hand_made())["0"]
     for host in plan.host_order:
         written = graphs(files[f"hosts/{host}.xml"])
@@ -232,7 +232,7 @@ def test_a_plan_whose_jobs_need_variables_never_recommends_to_leave_nccl_as_it_i
 
 def test_the_plugin_of_a_job_has_the_file_of_each_host_and_needs_the_variables():
     plan = planned(MIRRORED)
-    files = job_plugin_files(plan, files_of_hosts(plan, PurePosixPath("/plan")))
+    files = ClusterFiles(plan).plugin(ClusterFiles(plan).texts(PurePosixPath("/plan")))
     for host in plan.host_order:
         index = files[f"hosts/{host}.index"]
         assert "need NCCL_IB_SUBNET_AWARE_ROUTING 1" in index.splitlines()

@@ -14,7 +14,7 @@ from tccl_py.delivery.fit import why_not_fit, why_not_with
 from tccl_py.errors import InputError
 from tccl_py.model.machine import Fingerprint
 from tccl_py.nccl.settings import Settings, environment, export_lines
-from tccl_py.plan.directory import machine_file, write_plan
+from tccl_py.plan.directory import ANY_HOST, machine_file, write_plan
 from tccl_py.plan.results import planned_fingerprint
 from tccl_py.readers.live import GpuFacts
 from tests.cluster_plans import mixed
@@ -62,9 +62,8 @@ def measured(tmp_path):
 def why_not(plan, directory, fingerprint, gpus=None):
     """Why a plan does not fit a host of this fingerprint; with `gpus` one that may be equal."""
     with mock.patch("tccl_py.delivery.fit.fingerprint_of", lambda _: fingerprint):
-        return why_not_fit(
-            plan, directory, SimpleNamespace(gpus=gpus), equal_hosts=gpus is not None
-        )
+        facts, equal_hosts = SimpleNamespace(gpus=gpus), gpus is not None
+        return why_not_fit(plan, directory, facts, equal_hosts=equal_hosts, host=ANY_HOST)
 
 
 @pytest.mark.parametrize("name", OTHER)

@@ -37,6 +37,7 @@ from tccl_py.nccl_library import InstalledNccl, _reads_home, conf_lines, setting
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.statistics import Interval
+from tests.cluster_plans import mixed
 from tests.planned import SMALL, needing_a_graph, plan_of
 
 SETTINGS = Settings(version="2.28", p2p_level="SYS", channels=8, buffsize=524288)
@@ -440,8 +441,8 @@ def verified(directory, digest=None, **changes):
     fields = {"transfers": (SAME,), **fields}
     arm = ArmResult(name=name, settings=settings, environment={}, **fields)
     good = {
-        "machine": plan.machine.name,
-        "gpus": plan.gpus,
+        "machine": plan.cluster.classes[0].machine.name,
+        "gpus": plan.class_gpus[0],
         "backend": "cuda",
         "arms": (arm,),
         "recommended": plan.recommended,
@@ -607,6 +608,20 @@ def test_a_plan_of_another_machine_is_installed_only_by_force(measured, monkeypa
     assert result.exit_code == 0, result.stderr
     assert "export TCCL_ALIKE=1" in result.stdout
     assert "GPU-0" not in result.stdout
+
+
+def test_the_plan_of_a_cluster_is_installed_on_its_hosts_alone(tmp_path, monkeypatch):
+    plan, directory = mixed(simulated=False, assumed=False), tmp_path / "plan"
+    directory.mkdir()
+    write_plan(plan, directory)
+    verified(directory)
+    gpus = plan.cluster.classes[plan.cluster.host_classes["gpu2"]].machine.gpus
+    monkeypatch.setattr("tccl_py.delivery.job.driver_facts", lambda: SimpleNamespace(gpus=gpus))
+    monkeypatch.setattr("socket.gethostname", lambda: "another")
+    result = tccl("install", directory, "--no-plugin")
+    assert (result.exit_code, "the plan has no such host" in result.stderr) == (2, True)
+    monkeypatch.setattr("socket.gethostname", lambda: "gpu2")
+    assert tccl("install", directory, "--no-plugin").exit_code == 0
 
 
 def test_a_simulated_plan_is_installed_only_by_force(tmp_path):

@@ -70,7 +70,7 @@ def test_a_plan_of_hosts_answers_what_a_plan_of_one_answers():
     assert tuple(ring.gpus for ring in plan.rings) == plan.orders
     assert min(ring.rate_gbps for ring in plan.rings) * plan.ring_count == plan.rate_gbps
     hops = [hop for ring in plan.rings for hop in ring.hops]
-    hosts = {number: host.name for host in plan.hosts for number in plan.numbers_of(host).values()}
+    hosts = {number: host.name for host in plan.hosts for number in plan.in_rings(host)[1].values()}
     for hop, row in zip(hops, plan.hop_rows(), strict=True):
         assert str(hop.flow.source.host) == hosts[hop.source]
         assert str(hop.flow.destination.host) == hosts[hop.target]

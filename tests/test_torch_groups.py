@@ -560,7 +560,7 @@ def cluster_members(plan, directory, order=None):
 def cluster_rank(monkeypatch, members, rank):
     monkeypatch.setattr("tccl_py.torch.groups.host_identity", lambda: members[rank].host)
     monkeypatch.setattr(
-        "tccl_py.torch.groups.names_of_this_host", lambda: iter([members[rank].name])
+        "tccl_py.delivery.fit.names_of_this_host", lambda: iter([members[rank].name])
     )
     return Rank(monkeypatch, members, rank)
 
@@ -623,7 +623,7 @@ def test_a_host_without_a_file_switches_a_clusters_plan_off(cluster, monkeypatch
     rank = cluster_rank(monkeypatch, members, 0)
     path = directory / "nccl" / "hosts" / "gpu3.xml"
     if change == "host":
-        monkeypatch.setattr("tccl_py.torch.groups.names_of_this_host", lambda: iter(["other"]))
+        monkeypatch.setattr("tccl_py.delivery.fit.names_of_this_host", lambda: iter(["other"]))
         said = "the plan has no such host"
     else:
         path.unlink()

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tccl_py.delivery.delivered import rings_found
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.experiments.collectives import bus_gbps
 from tccl_py.experiments.jobs import (
@@ -37,7 +36,15 @@ from tccl_py.statistics import sign_flip_p
 from tccl_py.workloads.bundled import BUNDLED
 from tests.nccl_cases import torn
 from tests.planned import SMALL, as_only, plan_of, rebind
-from tests.verified import FakeJobs, by_plan, by_variables, changed, dry_run, run_verification
+from tests.verified import (
+    FakeJobs,
+    by_plan,
+    by_variables,
+    changed,
+    dry_run,
+    rings_in_log,
+    run_verification,
+)
 
 LOG = Path(__file__).parent / "cases" / "nccl-logs" / "h200x2-plan-2.28.9.log"
 
@@ -640,7 +647,7 @@ def on_two(plan):
 
 
 def test_a_recorded_log_is_that_of_its_plan(on_two):
-    found = rings_found(on_two, {}, LOG.read_text(), {})
+    found = rings_in_log(on_two, {}, LOG.read_text(), {})
     assert (found.differences, found.same) == ((), True)
     assert len(found.found) == len(found.expected) == 24
     assert {link.via for link in found.links} == {"P2P/CUMEM"}
@@ -668,20 +675,22 @@ def test_without_checks_the_log_is_that_of_a_timing_job(on_two, tmp_path, checks
 def test_other_channels_rings_and_transports_are_named(on_two):
     text = LOG.read_text()
     fewer = changed(on_two, settings=changed(on_two.settings, channels=8))
-    assert rings_found(fewer, {}, text, {}).differences == (
+    assert rings_in_log(fewer, {}, text, {}).differences == (
         "NCCL uses 24 channels, the plan comes to 16",
     )
     bounced = changed(on_two, settings=Settings(channels=12, p2p_level="LOC"))
-    assert "GPU 0 -> 1 goes by P2P/CUMEM on 32" in rings_found(bounced, {}, text, {}).differences[0]
+    assert (
+        "GPU 0 -> 1 goes by P2P/CUMEM on 32" in rings_in_log(bounced, {}, text, {}).differences[0]
+    )
     silent = "\n".join(line for line in text.splitlines() if " via " not in line)
-    (found,) = rings_found(on_two, {}, silent, {}).differences
+    (found,) = rings_in_log(on_two, {}, silent, {}).differences
     assert found.endswith("GPUs 0 -> 1, 1 -> 0")
-    assert "no rings" in rings_found(on_two, {}, "nothing", {}).differences[0]
+    assert "no rings" in rings_in_log(on_two, {}, "nothing", {}).differences[0]
 
 
 @given(torn(LOG.read_bytes()))
 def test_no_torn_log_of_nccl_fails(on_two, text):
-    found = rings_found(on_two, {}, text, {})
+    found = rings_in_log(on_two, {}, text, {})
     assert found.same or found.differences
     assert all(set(ring) == {0, 1} for ring in found.found)
     assert decode_json(encode_json(found), type(found), where="verify.json") == found
@@ -696,5 +705,5 @@ def test_another_order_of_gpus_is_named_by_its_channel(plan):
     ring = plan.rings[0]
     assert ring.gpus == (0, 1, 2, 3)
     twelve = changed(plan, rings=(ring,), settings=changed(plan.settings, channels=12))
-    found = rings_found(twelve, {}, "\n".join(lines), {})
+    found = rings_in_log(twelve, {}, "\n".join(lines), {})
     assert found.differences[0] == "channel 5 is 0 2 1 3, planned was 0 1 2 3"

@@ -7,13 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 
-from tccl_py.delivery.delivered import rings_found
 from tccl_py.errors import MeasurementError
 from tccl_py.experiments.jobs import HostRanks, Launcher
 from tccl_py.experiments.record import Verification
 from tccl_py.experiments.rounds import RunBudget
 from tccl_py.experiments.spec import JobResult, JobSpec, batches, rows_of
-from tccl_py.experiments.target import Target
+from tccl_py.experiments.target import target_of
 from tccl_py.experiments.verify import verify_target
 from tccl_py.files import decode_json, encode_json
 from tccl_py.nccl.communicators import same_rings
@@ -27,6 +26,7 @@ from tccl_py.readers.nccl_topology import read_nccl_topology
 from tests.cluster_plans import NOTHING, cluster_plan, mixed
 from tests.nccl_cases import torn
 from tests.test_nccl_clusters import H200
+from tests.verified import rings_in_log
 
 
 def graphs_of(plan):
@@ -49,7 +49,7 @@ def recorded(name="stock.log"):
 
 def test_nccls_own_log_of_two_nodes_without_files_differs_by_nics_alone():
     plan = recorded_plan()
-    found = rings_found(plan, graphs_of(plan), recorded(), environment(plan.settings))
+    found = rings_in_log(plan, graphs_of(plan), recorded(), environment(plan.settings))
     assert found.found == found.expected == ((0, 1),) * 4
     # Stock NCCL swaps the NICs of the second node, and the plan does not.
     assert found.differences == (
@@ -93,7 +93,7 @@ def test_what_the_log_shows_otherwise_is_told(old, new, said):
     plan = recorded_plan()
     text = recorded()
     assert old in text
-    found = rings_found(plan, graphs_of(plan), text.replace(old, new), environment(plan.settings))
+    found = rings_in_log(plan, graphs_of(plan), text.replace(old, new), environment(plan.settings))
     assert not found.same
     assert said in found.differences
 
@@ -102,7 +102,7 @@ def test_what_the_log_shows_otherwise_is_told(old, new, said):
 @hypothesis_settings(max_examples=30)
 def test_no_torn_log_of_several_hosts_fails(text):
     plan = recorded_plan()
-    found = rings_found(plan, graphs_of(plan), text, environment(plan.settings))
+    found = rings_in_log(plan, graphs_of(plan), text, environment(plan.settings))
     assert found.same or found.differences
     assert all(set(ring) == {0, 1} for ring in found.found)
 
@@ -110,7 +110,7 @@ def test_no_torn_log_of_several_hosts_fails(text):
 def test_files_that_nccl_does_not_take_as_they_stand_are_told_and_nothing_else():
     plan = recorded_plan()
     files = {f"n{rank}": (H200 / f"other-exit{rank}.xml").read_text() for rank in range(2)}
-    found = rings_found(plan, files, recorded("other-exit.log"), environment(plan.settings))
+    found = rings_in_log(plan, files, recorded("other-exit.log"), environment(plan.settings))
     # Rings, transports and NICs of NCCL's log are what its own rules make of these files.
     (said,) = found.differences
     assert said.startswith("NCCL does not use the plan's files as they stand: ")
@@ -148,14 +148,14 @@ def test_hosts_of_three_classes_are_read_in_global_ranks():
     plan = mixed()
     graphs = graphs_of(plan)
     text = log_of(plan, graphs)
-    found = rings_found(plan, graphs, text, environment(plan.settings))
+    found = rings_in_log(plan, graphs, text, environment(plan.settings))
     said = [one for one in found.differences if "planned was P2P" not in one]
     assert said == []
     assert len(found.found[0]) == 11
     assert all(map(same_rings, found.found[:2], plan.orders))
     ring = " ".join(map(str, found.found[0]))
     other = " ".join(map(str, reversed(found.found[0])))
-    wrong = rings_found(
+    wrong = rings_in_log(
         plan, graphs, text.replace(f": {ring}\n", f": {other}\n"), environment(plan.settings)
     )
     assert any(one.startswith("channel 0 is ") for one in wrong.differences)
@@ -231,7 +231,7 @@ def caller(host):
 def test_each_host_is_told_its_ranks_gpus_graph_and_where_all_meet(tmp_path):
     plan, hosts = mixed(), FakeHosts()
     place = place_of(plan, hosts, backend="cuda")
-    target = Target(plan=plan, directory=tmp_path, graphs=graphs_of(plan))
+    target = target_of(plan, tmp_path)
     (outcome,) = place.run([target.arms[1]], JobSpec(rows=rows_of((4,))))
     assert [one.rank for one in outcome.results] == list(range(11))
     assert hosts.met == ["gpu3"]
@@ -257,7 +257,7 @@ def test_each_host_is_told_its_ranks_gpus_graph_and_where_all_meet(tmp_path):
 
 def test_default_nccl_has_neither_graph_nor_settings(tmp_path):
     plan, hosts = mixed(), FakeHosts()
-    default = Target(plan=plan, directory=tmp_path, graphs=graphs_of(plan)).arms[0]
+    default = target_of(plan, tmp_path).arms[0]
     place_of(plan, hosts).run([default], JobSpec())
     for name, task in hosts.tasks[0].items():
         assert task.files == {}
@@ -268,7 +268,7 @@ def test_default_nccl_has_neither_graph_nor_settings(tmp_path):
 def test_a_cluster_is_verified_in_rounds_of_two_arms_and_kept(tmp_path):
     plan, hosts = mixed(), FakeHosts()
     write_plan(plan, tmp_path)
-    target = Target(plan=plan, directory=tmp_path, graphs=graphs_of(plan))
+    target = target_of(plan, tmp_path)
     found = verify_target(target, place_of(plan, hosts), RunBudget(sizes=(1024, 1 << 26)))
     assert (found.machine.split(" of ")[0], found.gpus) == ("4 hosts", ())
     assert found.hosts == ("gpu3", "gpu2", "gpu1", "login")
@@ -286,7 +286,7 @@ def test_a_cluster_is_verified_in_rounds_of_two_arms_and_kept(tmp_path):
 def test_a_job_that_fails_under_the_plan_alone_is_a_no_with_its_host(tmp_path):
     plan, hosts = mixed(), FakeHosts(fails=lambda task: bool(task.files))
     write_plan(plan, tmp_path)
-    target = Target(plan=plan, directory=tmp_path, graphs=graphs_of(plan))
+    target = target_of(plan, tmp_path)
     found = verify_target(target, place_of(plan, hosts), RunBudget(sizes=(1024,)))
     assert not found.accepted
     assert found.judged.failure == "host gpu2: rank 4: ended with code 1; no room"
@@ -294,6 +294,6 @@ def test_a_job_that_fails_under_the_plan_alone_is_a_no_with_its_host(tmp_path):
 
 def test_where_default_nccl_fails_as_well_nothing_is_said_of_the_plan(tmp_path):
     plan, hosts = mixed(), FakeHosts(fails=lambda task: True)
-    target = Target(plan=plan, directory=tmp_path, graphs=graphs_of(plan))
+    target = target_of(plan, tmp_path)
     with pytest.raises(MeasurementError, match=r"^host gpu2: rank 4"):
         verify_target(target, place_of(plan, hosts), RunBudget(sizes=(1024,)))

@@ -1,14 +1,16 @@
 """Stand-ins for jobs of real collectives: a runner whose ranks are formulas."""
 
 import os
+from pathlib import Path
 
 import msgspec
 import numpy as np
 
+from tccl_py.delivery.delivered import rings_found
 from tccl_py.errors import MeasurementError
 from tccl_py.experiments.jobs import HostRanks, Launcher, Outcome
 from tccl_py.experiments.spec import JobResult, JobSpec, batches
-from tccl_py.experiments.target import read_target
+from tccl_py.experiments.target import read_target, target_of
 from tccl_py.experiments.verify import verify_target
 from tccl_py.files import decode_json, encode_json
 from tccl_py.plan.plan import Plan
@@ -146,3 +148,8 @@ def by_variables(environment):
 def changed(struct, **changes):
     replace = with_parts if isinstance(struct, Plan) else msgspec.structs.replace
     return replace(struct, **changes)
+
+
+def rings_in_log(plan, graphs, log, variables):
+    """The comparison of a log with a plan whose graph files have these texts."""
+    return rings_found(plan, target_of(plan, Path(), graphs).verdict, log, variables)

@@ -58,7 +58,7 @@ def explain(
         line = stack.enter_context(ProgressLine())
         source: Bench
         sources: Sequence[BandwidthSource]
-        job = job_of_plan(plan, stack)
+        job = job_of_plan(plan, directory, stack)
         if job is not None:
             header = read_journal(journal).header
             hosts = stack.enter_context(hosts_again(plan, header, job))

@@ -97,7 +97,7 @@ def check(
         notice_each(f"{one.what} at {one.where}; {one.fix}" for one in network)
     effort = Effort(seconds=seconds, seed=seed, families=FAMILIES if preflight else 1)
     with interrupts_put_off(CTRL_C_AND_SIGTERM), ExitStack() as stack:
-        job = job_of_plan(plan, stack)
+        job = job_of_plan(plan, directory, stack)
         result = measure_plan_again(
             plan,
             directory,

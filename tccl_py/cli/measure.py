@@ -211,12 +211,14 @@ def controlled_job() -> Iterator[Job]:
         yield job
 
 
-def job_of_plan(plan: Plan, stack: ExitStack) -> Job | None:
+def job_of_plan(plan: Plan, directory: Path, stack: ExitStack) -> Job | None:
     """Join this MPI job, with the hosts that a plan was measured on, until `stack` is left.
 
-    Return None for a plan of one host, or of models.
+    Return None where the plan's journal is of one host, or of models.
     """
-    if plan.closes or plan.simulated:
+    from tccl_py.planning.plan_sources import journal_of  # noqa: PLC0415 (slow)
+
+    if plan.simulated or not journal_of(plan, directory).header.hosts:
         return None
     if not in_job():
         right = "start the command by mpirun or srun, with a rank on each host"

@@ -35,7 +35,7 @@ from tccl_py.interrupts import INTERRUPTED
 from tccl_py.launchers import in_job
 from tccl_py.nccl.settings import MAX_GID_INDEX
 from tccl_py.nccl.versions import asked_version, known_versions
-from tccl_py.plan.directory import write_plan
+from tccl_py.plan.directory import files_of, write_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.text import choice_words
 from tccl_py.planning.opening import (
@@ -237,7 +237,7 @@ def until_jobs_decide(made: Plan) -> Plan:
     What is fastest for large all-reduces may slow small messages, send/recv and all-to-all, and no
     rule tells. A model's plan, which no job here can judge, recommends what it predicts.
     """
-    if made.winner is not None or made.simulated or made.dry_run or not made.closes:
+    if made.winner is not None or made.simulated or made.dry_run or not files_of(made).for_all_jobs:
         return made
     default = replace(made, winner="default")
     if made.recommended != default.recommended:

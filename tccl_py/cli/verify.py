@@ -60,11 +60,6 @@ if TYPE_CHECKING:
 
 _COLLECTIVES = tuple(PROGRAMS.values())
 _NAME = re.compile(r"NCCL_[A-Z0-9_]{1,60}", re.ASCII)
-_OF_ONE = ("is the plan of one machine", "start the command by itself there")
-_OF_SEVERAL = (
-    "is the plan of a cluster",
-    "start the command by mpirun or srun, with a rank on each host",
-)
 
 
 def verify(
@@ -213,7 +208,7 @@ def evaluate(
         budget = replace(budget, sizes=parse_sizes(sizes, "--sizes"))
     if csv is not None and (csv.is_dir() or not csv.absolute().parent.is_dir()):
         raise InputError(f"--csv {csv}", "is no file that can be made", "name a file in a folder")
-    with _job_options(directory, backend, pin_env, by_model=True) as launcher:
+    with _job_options(directory, backend, pin_env) as launcher:
         by_model = backend is None
         result = evaluate_plan(directory, budget, launcher, gpus=gpus_per_job, by_model=by_model)
     usual = replace(EVALUATED, collectives=budget.collectives)
@@ -242,13 +237,8 @@ def _job_options(
     pin_env: Sequence[str] | None,
     *,
     program: Path | None = None,
-    by_model: bool = False,
 ) -> Iterator[Launcher]:
-    """Hold a plan's directory against other runs, and yield how jobs of the plan run.
-
-    Plans of several hosts need an MPI job, and plans of one machine none; without a backend a
-    simulated plan needs neither where it is judged `by_model`.
-    """
+    """Hold a plan's directory against other runs, and yield how jobs of the plan run."""
     kind = None if backend is None else check_backend(backend)
     for name in pin_env or ():
         if _NAME.fullmatch(name) is None:
@@ -256,13 +246,9 @@ def _job_options(
             raise InputError(where, "is no NCCL variable", "a name such as NCCL_P2P_DISABLE")
         if name == "NCCL_GRAPH_FILE":
             raise InputError(f"--pin-env {name}", "is what is compared", "leave it out")
-    several = in_job()
     with ExitStack() as stack:
-        job = stack.enter_context(controlled_job()) if several else None
-        plan = plan_in(directory)
-        anywhere = by_model and plan.simulated and kind is None
-        if plan.closes == several and not anywhere:
-            raise InputError(str(directory), *(_OF_ONE if several else _OF_SEVERAL))
+        job = stack.enter_context(controlled_job()) if in_job() else None
+        plan_in(directory)
         # A plan that is written into it meanwhile would get the results of another one.
         stack.enter_context(locked(directory))
         yield Launcher(

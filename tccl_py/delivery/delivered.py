@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import cycle, islice
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -13,9 +12,8 @@ import msgspec
 from tccl_py.errors import InputError, counted
 from tccl_py.model.rings import neighbours
 from tccl_py.nccl.communicators import LoggedConnection, parse_log, same_rings, transport_of
-from tccl_py.nccl.settings import settings_from_environment
-from tccl_py.nccl.transport import TRANSPORTS, final_channels, pair_mechanism
-from tccl_py.nccl.validator import NodeJob, Verdict, validate_cluster
+from tccl_py.nccl.transport import TRANSPORTS, pair_mechanism
+from tccl_py.nccl.validator import Verdict
 from tccl_py.plan.directory import class_view
 from tccl_py.plan.plan import Plan
 
@@ -24,6 +22,8 @@ _SHOWN = 5
 
 Ring = tuple[int, ...]
 Rings = tuple[Ring, ...]
+Judge = Callable[[str, Mapping[str, str]], Verdict]
+"""Returns the final rings of a job, with the NICs of several hosts, by NCCL's version."""
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -58,13 +58,11 @@ class _Seat(NamedTuple):
     gpu: int
 
 
-def rings_found(
-    plan: Plan, graphs: Mapping[str, str], log: str, variables: Mapping[str, str]
-) -> RingsFound:
+def rings_found(plan: Plan, judge: Judge, log: str, variables: Mapping[str, str]) -> RingsFound:
     """Compare the log of a job, all ranks' with NCCL_DEBUG=INFO, with its plan.
 
     Ranks are the GPUs of a single host in ascending order, or follow the plan's order of hosts.
-    `graphs` are the texts of graph files by host, `variables` the job's NCCL variables.
+    `variables` are the job's NCCL variables, of which `judge` says what NCCL makes of the plan.
     """
     of_ranks = [
         _Seat(host.name, at, plan.class_number(host), gpu)
@@ -76,7 +74,7 @@ def rings_found(
     try:
         parsed = parse_log(log, where="NCCL's log")
         version = parsed.version or plan.settings.version
-        judged = None if plan.closes else _judged(plan, graphs, version, variables)
+        judged = judge(version, variables)
         # The first communicator is the process group's.
         rings = parsed.rings_over(len(names))
         logged = tuple(tuple(names[rank] for rank in ring) for ring in rings)
@@ -90,44 +88,16 @@ def rings_found(
             for (source, target, via), count in sorted(counts.items())
         )
         # NCCL may end up with more channels than a file has, or fewer.
-        expected = judged.rings if judged else _expected(plan, version, variables)
+        expected = judged.rings
         differences = [
-            *(_file_differences(plan, judged) if judged else ()),
+            *_file_differences(plan, judged),
             *_ring_differences(expected, logged),
             *_transports(plan, seats, links, version),
-            *(_nics(seats, judged, parsed.connections) if judged else ()),
+            *_nics(seats, judged, parsed.connections),
         ]
     except InputError as error:
         return RingsFound(expected=(), found=(), links=(), differences=(str(error),))
     return RingsFound(expected=expected, found=logged, links=links, differences=tuple(differences))
-
-
-def _expected(plan: Plan, version: str, variables: Mapping[str, str]) -> Rings:
-    """Return the rings of one machine's channels, as many as NCCL makes of the file's."""
-    sms = [sm for gpu in plan.gpus if (sm := plan.machine.gpu(gpu).sm) is not None]
-    orders = plan.channel_rings
-    settings = settings_from_environment(variables, version=version)
-    count = final_channels(settings, sm=min(sms, default=None), channels=len(orders))
-    return tuple(islice(cycle(orders), count))
-
-
-def _judged(
-    plan: Plan, graphs: Mapping[str, str], version: str, variables: Mapping[str, str]
-) -> Verdict:
-    """Return the verdict on several hosts' graph files."""
-    nodes = []
-    for host in plan.hosts:
-        node = plan.cluster.classes[plan.class_number(host)]
-        nodes.append(
-            NodeJob(
-                machine=node.machine,
-                knowledge=node.knowledge,
-                gpus=plan.gpus_of(host),
-                graph=graphs[host.name],
-                where=f"graph file of {host.name}",
-            )
-        )
-    return validate_cluster(nodes, version=version, environment=variables)
 
 
 def _file_differences(plan: Plan, judged: Verdict) -> Iterator[str]:

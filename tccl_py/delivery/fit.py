@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 from tccl_py.errors import InputError
 from tccl_py.model.machine import Fingerprint, Gpu, Machine
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.versions import has_rules
-from tccl_py.plan.directory import machine_file
+from tccl_py.plan.directory import ANY_HOST, files_of, machine_file
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import known_fingerprint, planned_fingerprint
+from tccl_py.readers.hosts import names_of_this_host
 from tccl_py.readers.live import DriverFacts, GpuFacts, fingerprint_of
 
 ALIKE_VARIABLE = "TCCL_ALIKE"
@@ -85,18 +87,30 @@ def check_same_machine(
     return notes
 
 
+def host_here(plan: Plan, host: str | None = None) -> str | None:
+    """Return the plan's name of a host, this one if not given; None if it has no such host.
+
+    The only host of a plan is ANY_HOST.
+    """
+    graphs = files_of(plan).graphs
+    names = names_of_this_host() if host is None else (host, host.partition(".")[0])
+    return next((name for name in chain([ANY_HOST], names) if name in graphs), None)
+
+
 def why_not_fit(
-    plan: Plan, directory: Path, facts: DriverFacts, *, equal_hosts: bool, host: str | None = None
+    plan: Plan, directory: Path, facts: DriverFacts, *, equal_hosts: bool, host: str | None
 ) -> str:
     """Return why a plan's rates do not hold on a host, in clauses; "" if they hold.
 
     A simulated plan belongs to no host, so nothing speaks against it. `facts` are the host's
-    present GPUs and driver, `host` is the plan's name for one of several. With `equal_hosts` GPUs
-    of the same kinds at the same places will do.
+    present GPUs and driver, `host` is as of `host_here`. With `equal_hosts` GPUs of the same kinds
+    at the same places will do.
     """
+    if host is None:
+        return "the plan has no such host"
     if plan.simulated:
         return ""
-    if host is not None:
+    if host != ANY_HOST:
         return why_not_of_class(plan, host, facts.gpus)
     planned = planned_fingerprint(plan, directory)
     if planned is None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from tccl_py.delivery.fit import why_not_fit, why_not_with
+from tccl_py.delivery.fit import host_here, why_not_fit, why_not_with
 from tccl_py.delivery.placement import gpu_of_rank
 from tccl_py.delivery.plugin import plugin_exports
 from tccl_py.errors import InputError, require
@@ -25,7 +25,7 @@ from tccl_py.plan.directory import graph_files, part_file, placement
 from tccl_py.plan.host_files import host_graph_file
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import check_files
-from tccl_py.readers.hosts import NODE_NAME, names_of_this_host
+from tccl_py.readers.hosts import NODE_NAME
 from tccl_py.readers.live import driver_facts
 
 Say = Callable[[str], None]
@@ -106,7 +106,7 @@ def deliver(plan: Plan, directory: Path, request: JobRequest, *, say: Say) -> De
         say(f"the plan is disabled, it is a {DRY_RUN}")
         return Delivery(disabled=DRY_RUN)
     files = check_files(directory).files
-    place = (_over_gpus if plan.closes else _on_host)(plan, directory, request, say)
+    place = (_over_gpus if plan.cluster.closes else _on_host)(plan, directory, request, say)
     disabled = place.disabled or (request.why_no_plugin(plan) if request.plugin else "")
     if disabled:
         say(f"the plan is disabled, NCCL chooses its own rings: {disabled}")
@@ -194,17 +194,11 @@ def _on_host(plan: Plan, directory: Path, request: JobRequest, say: Say) -> _Pla
     for option, value in {"`gpus`": request.gpus, "`nccl`": nccl}.items():
         fault = "is for the plan of a machine, this one is of a cluster"
         require(value is None, option, fault, "leave it out")
-    host = request.host
-    names: Iterable[str] = names_of_this_host()
-    if host is not None:
-        names = (host, host.partition(".")[0])
-    name, no_file = next((name for name in names if name in plan.host_names), None), ""
+    name, no_file = host_here(plan, request.host), ""
     if name is None:
-        no_file = "" if request.plugin else _not_planned(host)
-    elif host is None:
-        no_file = why_elsewhere(
-            plan, directory, equal_hosts=request.equal_hosts, say=say, host=name
-        )
+        no_file = "" if request.plugin else _not_planned(request.host)
+    elif request.host is None:
+        no_file = why_elsewhere(plan, directory, equal_hosts=request.equal_hosts, say=say)
     return _Place({"host": name}, host_graph_file(name or ""), no_file=no_file)
 
 
@@ -235,12 +229,10 @@ def communicator_file(plan: Plan, ranks: Sequence[tuple[str, str, int]], host: s
     return of_hosts if gpus[1:] else graph_files(plan).get(gpus[0][1])
 
 
-def why_elsewhere(
-    plan: Plan, directory: Path, *, equal_hosts: bool, say: Say, host: str | None = None
-) -> str:
-    """Return why this is not the machine of a measured plan, in clauses; "" also without a driver.
+def why_elsewhere(plan: Plan, directory: Path, *, equal_hosts: bool, say: Say) -> str:
+    """Return why this is no host of a measured plan, in clauses; "" also without a driver.
 
-    With `equal_hosts` equal GPUs with other UUIDs will do, as on a `host` of a cluster's plan.
+    With `equal_hosts` equal GPUs with other UUIDs will do, as on hosts of a cluster's plan.
     """
     if plan.simulated:
         return ""
@@ -249,7 +241,7 @@ def why_elsewhere(
     except InputError as error:
         say(f"whether this is the plan's machine was not checked: {error.what}")
         return ""
-    return why_not_fit(plan, directory, facts, equal_hosts=equal_hosts, host=host)
+    return why_not_fit(plan, directory, facts, equal_hosts=equal_hosts, host=host_here(plan))
 
 
 def _why_not_used(plan: Plan, nccl: str | None, *, say: Say) -> str:

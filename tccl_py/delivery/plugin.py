@@ -9,7 +9,7 @@ from pathlib import Path
 from tccl_py.errors import InputError, require
 from tccl_py.nccl.plugin import LIBRARY
 from tccl_py.nccl.plugin.index import INDEX_FILE, INDEX_HEAD, INDEX_VARIABLE
-from tccl_py.plan.directory import ALIKE_INDEX_FILE, plugin_variables
+from tccl_py.plan.directory import ALIKE_INDEX_FILE, files_of
 from tccl_py.plan.host_files import HOSTS_FOLDER
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import AGAIN
@@ -52,7 +52,7 @@ def plugin_exports(plan: Plan, directory: Path, *, equal_hosts: bool = False) ->
         raise InputError(str(library), "is a path that NCCL cannot open", right)
     check_trusted(index)
     loading = {PLUGIN_VARIABLE: library, **named}
-    return {name: str(path) for name, path in loading.items()} | plugin_variables(plan)[0]
+    return {name: str(path) for name, path in loading.items()} | files_of(plan).variables[0]
 
 
 def why_not_trusted(path: Path) -> str:

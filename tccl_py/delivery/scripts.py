@@ -34,7 +34,7 @@ def script(
     planned = None if plan.simulated else planned_fingerprint(plan, directory)
     uuids = {} if planned is None or equal_hosts else planned.uuids(plan.machine)
     gpus = [uuids[gpu] for gpu in plan.class_gpus[0] if gpu in uuids]
-    guard = _one_node(several=not plan.closes) + _same_host(planned, gpus)
+    guard = _one_node(several=not plan.cluster.closes) + _same_host(planned, gpus)
     return prolog(variables, guard, provenance=plan.provenance)
 
 

@@ -148,8 +148,8 @@ class Launcher(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Return what names each rank: its GPU on a single host, else the rank itself."""
-        return self.hosts[0].gpus if len(self.hosts) == 1 else tuple(range(self.world))
+        """Return what names each rank: its GPU on a host without a name, else the rank itself."""
+        return tuple(chain.from_iterable(h.ranks if h.name else h.gpus for h in self.hosts))
 
     def over(self, gpus: tuple[int, ...]) -> Launcher:
         """Return a launcher over these GPUs of a single host."""

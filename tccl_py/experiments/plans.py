@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,28 +22,23 @@ from tccl_py.errors import (
     undisturbed,
 )
 from tccl_py.experiments.communication import Communications, keep_communication
-from tccl_py.experiments.evaluation import Cell, Evaluation, Part, estimated_seconds, run_parts
-from tccl_py.experiments.jobs import HostRanks, Launcher, LocalRunner, Say
-from tccl_py.experiments.prediction import model_cells
+from tccl_py.experiments.evaluation import Evaluation, Part, estimated_seconds, run_parts
+from tccl_py.experiments.jobs import THIS_HOST, HostRanks, Launcher, LocalRunner, Say
 from tccl_py.experiments.record import Verification
 from tccl_py.experiments.rounds import RunBudget
 from tccl_py.experiments.sizes import SIZE_SECONDS, tune_by_size
 from tccl_py.experiments.spec import SIZES
-from tccl_py.experiments.target import Target, read_target
+from tccl_py.experiments.target import Target, read_target, target_of
 from tccl_py.experiments.tuning import COMPARISON_SECONDS, SWEEP_SECONDS, run_tuning
 from tccl_py.experiments.verify import Interrupted, verify_target
-from tccl_py.plan.host_files import host_graphs
+from tccl_py.plan.directory import files_of
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import check_files
 from tccl_py.plan.text import choice_words, plan_name
 from tccl_py.planning.jobs import jobs_of_tables
-from tccl_py.planning.parts import job_gpus, subsets
-from tccl_py.planning.plan_sources import known_model
 from tccl_py.rank_processes.forkserver import ForkServer
 from tccl_py.readers.live import driver_version
-from tccl_py.simulator.source import Simulator
-from tccl_py.sources.bench import bench_of
 from tccl_py.sources.hosts import rank_jobs
 from tccl_py.sources.profiled import measured_machine
 
@@ -55,7 +50,10 @@ _LONGEST_S, _TUNING_S = 0.1, 90.0
 """Tuning over hosts: the longest call of its jobs, each of which makes a dozen calls of each size,
 and seconds of each comparison."""
 _NEEDED = ("torch",)
-_PLANNED_HOSTS = "start a rank on each host that the plan has, or plan these hosts"
+_PLANNED_HOSTS = (
+    "start a rank on each host that the plan has by mpirun or srun, none for one machine, or plan "
+    "these hosts"
+)
 
 
 def check_torch() -> None:
@@ -113,6 +111,7 @@ def launcher_of(plan: Plan, directory: Path, launcher: Launcher) -> Iterator[Lau
     if launcher.job is not None:
         yield _hosts_launcher(plan, launcher)
         return
+    _check_hosts(plan, [THIS_HOST])
     launcher = machine_launcher(plan, directory, launcher)
     if launcher.nccl_tests is None:
         check_torch()
@@ -134,8 +133,9 @@ def run(
     """
     if tune:
         budget = replace(budget, seconds=min(budget.seconds, COMPARISON_SECONDS))
+    by_size = tune and files_of(plan.plan).for_all_jobs
     # Between hosts the first comparison serves the sweep alone: the fewest rounds do.
-    first = replace(budget, seconds=0.0) if tune and plan.hosts else budget
+    first = replace(budget, seconds=0.0) if tune and not by_size else budget
     say, state = launcher.say, f"nothing in {plan.directory} was changed"
     with interrupts_put_off(CTRL_C_AND_SIGTERM):
         try:
@@ -163,7 +163,7 @@ def run(
                 saved = result.keep(plan.directory, say) if alone else _kept(plan, result, say)
                 if saved.workload is not None:
                     keep_communication(saved.workload, plan.directory)
-            if tune and not plan.hosts:
+            if by_size:
                 state = "the verification is kept, without a table by message size"
                 target = read_target(load_plan(plan.directory), plan.directory)
                 longest = min(budget.seconds, SIZE_SECONDS)
@@ -237,7 +237,7 @@ def evaluate_plan(
         recommended=plan.recommended,
     )
     if simulated:
-        cells = tuple(_simulated(plan, directory, budget, gpus))
+        cells = tuple(target_of(plan, directory, graphs={}).cells(gpus, budget.collectives))
         if not cells:
             right = "over several hosts there are all_reduce, all_gather and reduce_scatter"
             raise InputError("`collectives`", "names none that the plan's model rates", right)
@@ -245,13 +245,15 @@ def evaluate_plan(
     with ExitStack() as stack:
         parts: list[Part] = []
         if launcher.job is not None:
+            _check_hosts(plan, rank_jobs(launcher.job).hosts, subset=True)
             for made in jobs_of_tables(plan, directory, gpus):
-                target = Target(plan=made, directory=directory, graphs=host_graphs(made))
-                parts.append((_hosts_launcher(made, launcher, subset=True), target.arms))
+                ready = _hosts_launcher(made, launcher, subset=True)
+                parts.append((ready, target_of(made, directory).arms))
         else:
             ready = stack.enter_context(launcher_of(plan, directory, launcher))
             target = read_target(plan, directory)
-            parts += [(ready.over(chosen), target.over(chosen)) for chosen in _gpu_sets(plan, gpus)]
+            sets = target.gpu_sets(gpus)
+            parts += [(ready.over(members), target.over(members)) for members in sets]
         if all(len(arms) == 1 for _, arms in parts):
             what = "sets nothing that default NCCL has not"
             raise InputError(str(directory), what, "evaluate a plan with variables or a graph file")
@@ -262,22 +264,6 @@ def evaluate_plan(
         recommended = plan.recommended if plan.recommended in names else "default"
         result = run_parts(parts, budget, replace(base, recommended=recommended))
     return result.keep(directory, launcher.say)
-
-
-def _simulated(plan: Plan, directory: Path, budget: RunBudget, gpus: str | None) -> Iterator[Cell]:
-    names = budget.collectives
-    if not plan.closes:
-        for job in jobs_of_tables(plan, directory, gpus):
-            yield from model_cells(job, None, job.gpus_of(job.hosts[0]), job.host_order, names)
-        return
-    sets = [plan.gpus, *subsets(plan.machine, plan.gpus)] if gpus is None else _gpu_sets(plan, gpus)
-    bench = bench_of(Simulator(known_model(plan, directory)))
-    for members in sets:
-        yield from model_cells(plan, bench, members, (), names)
-
-
-def _gpu_sets(plan: Plan, text: str | None) -> list[tuple[int, ...]]:
-    return [gpus for gpus in job_gpus(text, plan.gpus)[0] if len(gpus) > 1]
 
 
 def machine_launcher(plan: Plan, directory: Path, launcher: Launcher) -> Launcher:
@@ -320,11 +306,7 @@ def _check_here(plan: Plan, directory: Path, launcher: Launcher) -> None:
 def _hosts_launcher(plan: Plan, launcher: Launcher, *, subset: bool = False) -> Launcher:
     """Return the launcher with the hosts of a plan: the MPI job's, or a `subset` of these."""
     jobs, dry_run = rank_jobs(launcher.job), launcher.backend == "host"
-    ranked, planned = set(jobs.hosts), set(plan.host_order)
-    for host in sorted(planned - ranked if subset else ranked ^ planned):
-        what = "runs a rank and is not in the plan"
-        what = "is in the plan, and no rank runs there" if host in planned else what
-        raise InputError(f"host {host}", what, _PLANNED_HOSTS)
+    _check_hosts(plan, jobs.hosts, subset=subset)
     facts = jobs.described(launcher.backend, interfaces=plan.settings.socket_ifname)
     callers = jobs.surroundings(modules=_NEEDED)
     hosts = []
@@ -341,6 +323,16 @@ def _hosts_launcher(plan: Plan, launcher: Launcher, *, subset: bool = False) -> 
         ranks = tuple(range(place.first_rank, place.first_rank + len(gpus)))
         hosts.append(HostRanks(name=name, ranks=ranks, gpus=gpus, environment=environment))
     return replace(launcher, hosts=tuple(hosts), runner=jobs)
+
+
+def _check_hosts(plan: Plan, hosts: Iterable[str], *, subset: bool = False) -> None:
+    """Check that ranks run on the hosts of a plan, or a `subset` of them, and nowhere else."""
+    ranked, planned = set(hosts), set(files_of(plan).graphs)
+    # THIS_HOST, of a plan or ranks that need no name, comes last.
+    for host in sorted(planned - ranked if subset else ranked ^ planned, reverse=True):
+        what = "runs a rank and is not in the plan"
+        what = "is in the plan, and no rank runs there" if host in planned else what
+        raise InputError(f"host {host or plan_name(plan)}", what, _PLANNED_HOSTS)
 
 
 def _gloo(facts: HostFacts, caller: Mapping[str, str]) -> dict[str, str]:

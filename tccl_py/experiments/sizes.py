@@ -55,7 +55,7 @@ from tccl_py.nccl.plugin.build import BuildError, build_plugin
 from tccl_py.nccl.plugin.index import INDEX_FILE, INDEX_VARIABLE
 from tccl_py.nccl.tuner import TunerTable
 from tccl_py.plan.chains import ChoiceName
-from tccl_py.plan.directory import plugin_variables, subset_graph
+from tccl_py.plan.directory import files_of, subset_graph
 from tccl_py.plan.results import Kept, Tuning, keep_tuning
 from tccl_py.planning.parts import subsets
 from tccl_py.workloads.workload import Workload
@@ -356,7 +356,7 @@ def _checked(
     index = target.directory.resolve() / "nccl" / INDEX_FILE
     variables = {n: v for n, v in plan.variables.items() if n != GRAPH_VARIABLE}
     variables |= {PLUGIN_VARIABLE: str(library), INDEX_VARIABLE: str(index)}
-    variables |= plugin_variables(target.plan)[0]
+    variables |= files_of(target.plan).variables[0]
     arm = replace(plan, variables=variables, graphs={})
     contests = tuple(_fresh_contest(row, None, table=True) for row in timed_rows)
     try:

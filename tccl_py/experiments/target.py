@@ -3,44 +3,64 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 from msgspec.structs import replace
 
 from tccl_py.delivery.job import choice_variables
 from tccl_py.errors import InputError
+from tccl_py.experiments.collectives import Collective
+from tccl_py.experiments.evaluation import Cell
 from tccl_py.experiments.jobs import THIS_HOST, Arm
+from tccl_py.experiments.prediction import model_cells
 from tccl_py.experiments.record import Verification
-from tccl_py.files import read_text
+from tccl_py.experiments.spec import Groups, groups_of
+from tccl_py.files import picked, read_text
 from tccl_py.model.rings import neighbours
 from tccl_py.nccl.graph_search import default_choice
-from tccl_py.nccl.settings import Settings, environment, pinned_level
-from tccl_py.nccl.transport import SIZE_STAGE, candidates, pair_mechanism, values_of
-from tccl_py.plan.chains import ChoiceName
-from tccl_py.plan.directory import GRAPH_FILE, class_view, nccl_files, subset_graph, write_plan
-from tccl_py.plan.host_files import HOSTS_FOLDER, host_graph_file, host_graphs
+from tccl_py.nccl.settings import Settings, environment, pinned_level, settings_from_environment
+from tccl_py.nccl.transport import SIZE_STAGE, candidates, final_channels, pair_mechanism, values_of
+from tccl_py.nccl.validator import NodeJob, Verdict, validate_cluster
+from tccl_py.plan.chains import ChoiceName, Order, PlanChain, per_channel
+from tccl_py.plan.directory import (
+    GRAPH_FILE,
+    class_view,
+    files_of,
+    graph_texts,
+    subset_graph,
+    write_plan,
+)
+from tccl_py.plan.host_files import HOSTS_FOLDER
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import planned_fingerprint
 from tccl_py.plan.retuning import gdr_variants, keeps_rings, retuned
 from tccl_py.plan.tables import kept_files
-from tccl_py.planning.plan_sources import planned_models
+from tccl_py.planning.jobs import jobs_of_tables
+from tccl_py.planning.parts import job_gpus, subsets
+from tccl_py.planning.plan_sources import known_model, planned_models
 from tccl_py.planning.request import of_transports
+from tccl_py.simulator.source import Simulator
+from tccl_py.sources.bench import bench_of
 
 Choices = Mapping[ChoiceName, Settings]
+GpuPair = tuple[int, int]
 Rates = Mapping[ChoiceName, float]
 """Bus bandwidth of each choice's jobs, GB/s."""
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """A plan to verify or tune.
+    """A plan to verify or tune, of one host; a ClusterTarget is of several.
 
     `graphs` are the texts of graph files by host, THIS_HOST for a single one; NCCL_GRAPH_FILE of
-    the arms names the files of `directory`.
+    the arms names `graph_file` of `directory`.
     """
+
+    graph_file: ClassVar[str] = GRAPH_FILE
 
     plan: Plan
     directory: Path
@@ -48,13 +68,13 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def gpus(self) -> tuple[int, ...]:
-        """Return the GPUs of a single host, () of several."""
-        return () if self.hosts else self.plan.gpus
+        """The GPUs of a single host, () of several."""
+        return self.plan.gpus
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Return the names of several hosts in rank order, () of a single one."""
-        return self.plan.host_names
+        """The names of several hosts in rank order, () of a single one."""
+        return tuple(filter(None, files_of(self.plan).graphs))
 
     @cached_property
     def arms(self) -> tuple[Arm, ...]:
@@ -62,15 +82,13 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
         Where NCCL makes no connection without the plan's variables, the baseline has them too.
         """
-        # Each of several hosts gets the file of its own name.
-        file = f"{HOSTS_FOLDER}/HOST.xml" if self.hosts else GRAPH_FILE
         arms: dict[tuple[tuple[str, str], ...], Arm] = {}
         for name, choice in self.plan.choices.items():
             variables = dict(self.plan.pinned_env)
             if self.plan.connects_by_variables:
                 variables |= environment(self.plan.variables.settings)
             if name != "default":
-                variables |= choice_variables(self.plan, self.directory, name, file)
+                variables |= choice_variables(self.plan, self.directory, name, self.graph_file)
             arm = Arm(
                 name=name,
                 variables=variables,
@@ -101,8 +119,30 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @property
     def network(self) -> str:
         """Return the network of the rows of searched settings: "" of a single host."""
-        by_sockets = self.plan.settings.socket_ifname
-        return "" if not self.hosts else "sockets" if by_sockets else "RDMA"
+        return ""
+
+    def gpu_sets(self, text: str | None) -> list[Order]:
+        """Return sets of GPUs of jobs, from numbers and sets; None is all, halves and so on."""
+        return [gpus for gpus in job_gpus(text, self.gpus)[0] if len(gpus) > 1]
+
+    def groups(self, world: int) -> tuple[Groups, ...]:
+        """Return groups of ranks whose communicators are compared, as the plan holds for them."""
+        return groups_of(world)
+
+    def cells(self, text: str | None, collectives: Sequence[Collective]) -> Iterator[Cell]:
+        """Yield what the plan's model says of sets of GPUs, of all that have rings without text."""
+        sets = [self.gpus, *subsets(self.plan.machine, self.gpus)]
+        bench = bench_of(Simulator(known_model(self.plan, self.directory)))
+        for gpus in sets if text is None else self.gpu_sets(text):
+            yield from model_cells(self.plan, bench, gpus, (), collectives)
+
+    def verdict(self, version: str, variables: Mapping[str, str]) -> Verdict:
+        """Return the final rings of a job over all GPUs: as many as NCCL makes of the file's."""
+        sms = [sm for gpu in self.gpus if (sm := self.plan.machine.gpu(gpu).sm) is not None]
+        settings = settings_from_environment(variables, version=version)
+        orders = self.plan.channel_rings
+        count = final_channels(settings, sm=min(sms, default=None), channels=len(orders))
+        return Verdict(verdict="used", reason="", rings=per_channel(orders, count))
 
     def channels(self, name: ChoiceName) -> Sequence[int]:
         """Return channel counts of a graph file worth trying, most promising first.
@@ -119,22 +159,20 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         plan, mechanisms = self.plan, set[str]()
         for path in plan.paths:
             view = class_view(plan, path.node_class, settings)
-            if self.hosts:
-                pairs = [pair for chain in path.chains for pair in pairwise(chain.gpus)]
-            else:
-                pairs = [pair for ring in plan.choices[name].rings for pair in neighbours(ring)]
-            mechanisms |= {pair_mechanism(view, *pair) for pair in pairs}
+            mechanisms |= {
+                pair_mechanism(view, *pair)
+                for pair in self._pairs(path.chains, plan.choices[name].rings)
+            }
         return mechanisms
 
-    def other_paths(self, name: ChoiceName, settings: Settings) -> Sequence[Settings]:
-        """Return settings with other NIC buffer placements, or other P2P levels.
+    def _pairs(self, _: Sequence[PlanChain], rings: Sequence[Order], /) -> Iterator[GpuPair]:
+        """Yield the neighbours in a choice's rings, or in the plan's chains on a host."""
+        return chain.from_iterable(map(neighbours, rings))
 
-        P2P levels differ only where variables alone choose the rings.
-        """
+    def other_paths(self, name: ChoiceName, settings: Settings) -> Sequence[Settings]:
+        """Return settings with other P2P levels, where variables alone choose the rings."""
         plan = self.plan
-        if self.hosts and name == "graph":
-            return gdr_variants(plan, settings)
-        if self.hosts or name != "variables":
+        if name != "variables":
             return ()
         settings_found = candidates(
             plan.machine,
@@ -151,38 +189,34 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
         Between hosts NCCL doubles few and quick channels of a graph file once more.
         """
-        return name != "graph" or not self.hosts or keeps_rings(self.plan, settings)
+        return name != "graph" or keeps_rings(self.plan, settings)
 
     def retuned(self, changes: Choices, rates: Rates | None = None) -> Target:
         """Return the plan with other settings of some choices, and with the rates of their jobs."""
         plan, variables, rates = self.plan, self.plan.variables, rates or {}
         if "variables" in changes:
             settings = changes["variables"]
-            # Over hosts only settings are tried that leave NCCL's own rings as they are.
-            rings = variables.rings
-            if not self.hosts:
-                rings = default_choice(class_view(plan, 0, of_transports(settings))).rings
-            variables = replace(variables, settings=settings, rings=rings)
+            variables = replace(variables, settings=settings, rings=self._own_rings(settings))
         if "graph" in changes or rates:
             settings = changes.get("graph", plan.settings)
             plan = retuned(plan, settings, achieved_gbps=rates.get("graph"))
         # The limit was measured under the settings before.
         plan = replace(plan, variables=variables, limit_gbps=None)
         plan = _achieved(plan, rates) if rates else plan
-        if self.hosts:
-            graphs = host_graphs(plan)
-        else:
-            graphs = {THIS_HOST: nccl_files(plan, self.directory)[GRAPH_FILE]}
-        return replace(self, plan=plan, graphs=graphs)
+        return replace(self, plan=plan, graphs=graph_texts(plan, self.directory))
+
+    def _own_rings(self, settings: Settings) -> Sequence[Order]:
+        return default_choice(class_view(self.plan, 0, of_transports(settings))).rings
+
+    def _with_rates(self, rates: Rates) -> Plan:
+        return self.retuned({}, rates).plan
 
     def settled(self, result: Verification) -> Target:
         """Return the plan with the rates of a comparison, and the winner as its choice.
 
-        Variables that lose at some size have a note. Graph files of several hosts keep their rates,
-        from which NCCL's channels follow.
+        Variables that lose at some size have a note.
         """
-        rates, plan = result.achieved, self.plan
-        plan = _achieved(plan, rates) if self.hosts else self.retuned({}, rates).plan
+        plan = self._with_rates(result.achieved)
         variables = result.arm("variables")
         if variables is not None and variables.objections:
             note = "; ".join(variables.objections)
@@ -193,23 +227,83 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def write(self) -> None:
         """Replace the plan in its directory."""
         models = planned_models(self.plan, self.directory)
-        bare = not any(models.values()) and not self.hosts
+        bare, tables = not any(models.values()), kept_files(self.directory)
         fingerprint = planned_fingerprint(self.plan, self.directory) if bare else None
-        tables = kept_files(self.directory) if self.hosts else {}
         write_plan(self.plan, self.directory, models=models, fingerprint=fingerprint, tables=tables)
+
+
+class ClusterTarget(Target, frozen=True, kw_only=True, dict=True):
+    """A plan over several hosts to verify or tune."""
+
+    # Each host gets the file of its own name.
+    graph_file: ClassVar[str] = f"{HOSTS_FOLDER}/HOST.xml"
+
+    @property
+    def gpus(self) -> tuple[int, ...]:
+        """The GPUs of a single host: ()."""
+        return ()
+
+    @property
+    def network(self) -> str:
+        """The network of the rows of searched settings."""
+        return "sockets" if self.plan.settings.socket_ifname else "RDMA"
+
+    def groups(self, _: int) -> tuple[Groups, ...]:
+        """Return no groups of ranks: communicators over some of them have other plans."""
+        return ()
+
+    def cells(self, text: str | None, collectives: Sequence[Collective]) -> Iterator[Cell]:
+        """Yield what tables say of jobs over all hosts, halves and so on; see `jobs_of_tables`."""
+        for job in jobs_of_tables(self.plan, self.directory, text):
+            gpus = job.gpus_of(job.hosts[0])
+            yield from model_cells(job, None, gpus, job.host_order, collectives)
+
+    def verdict(self, version: str, variables: Mapping[str, str]) -> Verdict:
+        """Return what NCCL makes of the hosts' graph files."""
+        plan, classes = self.plan, self.plan.cluster.classes
+        nodes = [
+            NodeJob(
+                **picked(classes[plan.class_number(host)], "machine", "knowledge"),
+                gpus=plan.gpus_of(host),
+                graph=self.graphs[host.name],
+                where=f"graph file of {host.name}",
+            )
+            for host in plan.hosts
+        ]
+        return validate_cluster(nodes, version=version, environment=variables)
+
+    def _pairs(self, chains: Sequence[PlanChain], _: Sequence[Order], /) -> Iterator[GpuPair]:
+        return chain.from_iterable(pairwise(of.gpus) for of in chains)
+
+    def other_paths(self, name: ChoiceName, settings: Settings) -> Sequence[Settings]:
+        """Return settings with other NIC buffer placements for the plan's rings."""
+        return gdr_variants(self.plan, settings) if name == "graph" else ()
+
+    def _own_rings(self, _: Settings) -> Sequence[Order]:
+        # Only settings are tried that leave NCCL's own rings as they are.
+        return self.plan.variables.rings
+
+    def _with_rates(self, rates: Rates) -> Plan:
+        # Graph files keep their rates, from which NCCL's channels follow.
+        return _achieved(self.plan, rates)
+
+
+def target_of(plan: Plan, directory: Path, graphs: Mapping[str, str] | None = None) -> Target:
+    """Return a plan with the texts of its graph files by host; None makes them of the plan."""
+    graphs = graph_texts(plan, directory) if graphs is None else graphs
+    kind = Target if plan.cluster.closes else ClusterTarget
+    return kind(plan=plan, directory=directory, graphs=graphs)
 
 
 def read_target(plan: Plan, directory: Path) -> Target:
     """Return a plan with the graph files of its directory. Raises InputError: a file is missing."""
     graphs: dict[str, str] = {}
-    target = Target(plan=plan, directory=directory, graphs=graphs)
-    names = {host: host_graph_file(host) for host in target.hosts} or {THIS_HOST: GRAPH_FILE}
-    for host, name in names.items():
+    for host, name in files_of(plan).graphs.items():
         file = directory.resolve() / "nccl" / name
         if not file.is_file():
             raise InputError(str(file), "is missing", "plan again, or `tccl export` it")
         graphs[host] = read_text(file)
-    return target
+    return target_of(plan, directory, graphs)
 
 
 def _achieved(plan: Plan, rates: Rates) -> Plan:

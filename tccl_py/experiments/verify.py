@@ -16,7 +16,7 @@ from tccl_py.experiments.communication import Communication, communication_of, t
 from tccl_py.experiments.jobs import AGAIN, Arm, Launcher, Outcome
 from tccl_py.experiments.record import ArmResult, Verification, good_choices
 from tccl_py.experiments.rounds import Rounds, RunBudget, run_rounds
-from tccl_py.experiments.spec import Row, WrongValue, groups_of, large_gbps, training_rows
+from tccl_py.experiments.spec import Row, WrongValue, large_gbps, training_rows
 from tccl_py.experiments.target import Target
 from tccl_py.files import picked
 from tccl_py.plan.chains import ChoiceName
@@ -81,8 +81,8 @@ class Judge(NamedTuple):
         """Return the rows that each job times."""
         budget, world = self.budget, self.launcher.world
         # Variables hold for smaller communicators of a process as well.
-        with_groups = not self.target.hosts and any(arm.name == "variables" for arm in self.arms)
-        groups = groups_of(world) if with_groups else ()
+        by_variables = any(arm.name == "variables" for arm in self.arms)
+        groups = self.target.groups(world) if by_variables else ()
         # Cables need not join all pairs of hosts.
         transfers = () if self.target.plan.cluster.cables else budget.transfers(groups)
         steps = training_rows(world, self.launcher.backend) if budget.training else ()
@@ -165,7 +165,8 @@ def rings_of_jobs(
     # Without checks the first job moves nothing, and NCCL connects nothing in it.
     logs = outcomes if checks or len(outcomes) == 1 else outcomes[1:]
     variables = launcher.variables(arm)
-    comparisons = [rings_found(target.plan, target.graphs, job.log, variables) for job in logs]
+    judge = target.verdict
+    comparisons = [rings_found(target.plan, judge, job.log, variables) for job in logs]
     return next((rings for rings in comparisons if not rings.same), comparisons[0])
 
 

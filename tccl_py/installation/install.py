@@ -80,7 +80,7 @@ def accept(
     why = "" if request.choice is not None else why_not_verified(directory)
     why = "is simulated" if plan.simulated else why
     why = "is a DRY RUN, which says nothing about GPUs" if plan.dry_run else why
-    if plan.closes and not why:
+    if not why:
         elsewhere = why_elsewhere(plan, directory, equal_hosts=request.equal_hosts, say=say)
         why = f"was measured on another machine: {elsewhere}" if elsewhere else ""
     if why and not request.force:

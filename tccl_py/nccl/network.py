@@ -209,11 +209,13 @@ def chain_hop_space(
 ) -> HopSpace:
     """Return one hop per pair of GPUs, and one between each GPU and the world by every NIC.
 
-    Nearest NICs come first; `nics` None is all that the settings allow. The final channels' blocks
-    are shared evenly by the `chains_in_set` chains of a set. Raises InputError: settings the
-    version does not have. SearchError: there is no NIC.
+    Nearest NICs come first; `nics` None is all that the settings allow, and without any chains
+    close in the host. The final channels' blocks are shared evenly by the `chains_in_set` chains of
+    a set. Raises InputError: settings the version does not have. SearchError: there is no NIC.
     """
     inner = hop_space(topo, rings_in_set=chains_in_set)
+    if nics is not None and not nics:
+        return inner
     blocks = blocks_of_ring(topo, chains_in_set)
     ends = [(gpu, nic) for gpu in topo.gpus for nic in topo.nics if nics is None or nic in nics]
     if not ends:

@@ -80,11 +80,6 @@ class PlanChain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return tuple(hop.source for hop in self.hops if hop.source != WORLD)
 
     @property
-    def closes(self) -> bool:
-        """Whether the ring closes on its host, without a NIC."""
-        return self.entry_nic is None
-
-    @property
     def ring(self) -> Ring:
         """The hops without rates; a chain closes through WORLD."""
         return Ring(tuple(Hop(*hop.ends, hop.flow) for hop in self.hops))
@@ -296,22 +291,21 @@ def per_channel(rings: Iterable[tuple[int, ...]], channels: int) -> tuple[tuple[
     return tuple(orders[channel % len(orders)] for channel in range(channels))
 
 
-def ring_over_hosts(
-    parts: Sequence[tuple[str, Mapping[int, int], PlanChain]],
-) -> PlanChain:
+def ring_over_hosts(parts: Sequence[tuple[str, Mapping[int, int], PlanChain]]) -> PlanChain:
     """Return a ring of chains, each with its host and the numbers of the host's GPUs.
 
-    A hop between hosts is as fast as the slower of its ends. A chain that closes is a ring.
+    A hop between hosts is as fast as the slower of its ends. A chain that closes stays one.
     """
-    if parts[0][2].closes:
-        return parts[0][2]
     hops: list[PlanHop] = []
     for (host, numbers, chain), (receiver, receiving, following) in pairwise((*parts, parts[0])):
-        for hop in chain.hops[1:-1]:
-            source, target = (numbers[gpu] for gpu in hop.ends)
-            flow = on_host(hop.flow, host)
-            hops.append(msgspec.structs.replace(hop, source=source, target=target, flow=flow))
+        for hop in chain.hops:
+            if WORLD not in hop.ends:
+                source, target = (numbers[gpu] for gpu in hop.ends)
+                flow = on_host(hop.flow, host)
+                hops.append(msgspec.structs.replace(hop, source=source, target=target, flow=flow))
         out, into = chain.hops[-1], following.hops[0]
+        if WORLD not in out.ends:
+            continue
         crossing = PlanHop(
             source=numbers[out.source],
             target=receiving[into.target],

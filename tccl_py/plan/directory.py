@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -21,7 +22,7 @@ from tccl_py.nccl.plugin.index import (
     PluginIndex,
     plugin_environment,
 )
-from tccl_py.nccl.settings import Settings, env_rules, env_sh, environment, nccl_conf
+from tccl_py.nccl.settings import Settings, env_rules, env_sh, nccl_conf
 from tccl_py.nccl.view import NcclView, view
 from tccl_py.plan.chains import WORLD, PlanChain, SubsetRings, per_channel
 from tccl_py.plan.load import check_plan, load_plan
@@ -34,7 +35,12 @@ from tccl_py.plan.staging import (
     write_with_plan,
 )
 
+if TYPE_CHECKING:
+    from tccl_py.plan.host_files import ClusterFiles
+
 GRAPH_FILE = "graph.xml"
+ANY_HOST = ""
+"""The host of a plan of one, whatever its name is."""
 ALIKE_INDEX_FILE = "plugin-alike.index"
 """The index of a measured plan for hosts of the same kind, whose GPUs have other UUIDs."""
 Tables = Mapping[tuple[int, ...], Sequence[str]]
@@ -50,26 +56,9 @@ def part_file(plan: Plan, gpus: Sequence[int]) -> str:
     return f"subsets/graph-{'-'.join(str(gpu) for gpu in gpus)}.xml"
 
 
-def plugin_sets(plan: Plan) -> tuple[IndexedSet, ...]:
-    """Return what the plugin gives communicators over sets of a host's GPUs, without files' texts.
-
-    These sets gain by the recommended choice: by a graph file, or by variables alone.
-    """
-    gaining = [part for part in plan.parts.values() if part.gains and plan.closes]
-    if plan.recommended == "variables" and plugin_variables(plan)[1]:
-        return tuple(IndexedSet(gpus=part.gpus) for part in gaining)
-    return tuple(
-        IndexedSet(
-            gpus=part.gpus, file=part_file(plan, part.gpus), nodes=placement(plan, part.gpus)
-        )
-        for part in gaining
-        if plan.recommended == "graph" and part.rings
-    )
-
-
 def graph_files(plan: Plan) -> dict[tuple[int, ...], str]:
     """Return the graph file (below `nccl/`) of each set of GPUs that the plugin gives one to."""
-    return {part.gpus: part.file for part in plugin_sets(plan) if part.file is not None}
+    return {part.gpus: part.file for part in files_of(plan).sets if part.file is not None}
 
 
 def placement(plan: Plan, gpus: Sequence[int]) -> dict[int, int]:
@@ -167,74 +156,117 @@ def env_text(settings: Settings, graph: PurePosixPath | None, *, provenance: str
     return f'{head}{lines}[ -r "$NCCL_GRAPH_FILE" ] || {{ {lost}; unset NCCL_GRAPH_FILE; }}\n'
 
 
-def machine_files(plan: Plan, place: PurePosixPath) -> dict[str, str]:
-    """Return graph files and env.sh of a single host, as they will lie in `place`."""
-    parts = [part for part in plan.parts.values() if part.rings]
-    files = {part_file(plan, part.gpus): subset_graph(plan, part) for part in parts}
-    graph = place / GRAPH_FILE if plan.names_graph else None
-    return files | {"env.sh": env_text(plan.plain_settings, graph, provenance=plan.provenance)}
+class MachineFiles:
+    """NCCL's and the plugin's files of a plan of one host, for all jobs there.
 
-
-def plugin_files(
-    plan: Plan,
-    texts: Mapping[str, str],
-    fingerprint: Fingerprint | None,
-    tables: Tables | None = None,
-    *,
-    directory: Path,
-) -> dict[str, str | bytes]:
-    """Return names (below `nccl/` of `directory`) and contents of the plugin's files.
-
-    `texts` are the files of `nccl_files`. There are none for measured GPUs that no UUID
-    identifies. The library is the installed one, else one that was built in `directory`, if any:
-    nccl.conf may name it.
+    `graphs` has the graph file, below `nccl/`, that env.sh names on each host; `tables` are lines
+    of the tuner.
     """
-    files: dict[str, str | bytes] = {}
-    measured = None if plan.simulated else fingerprint
-    uuids = {} if measured is None else measured.uuids(plan.machine)
-    if not (plan.simulated or set(plan.gpus) <= set(uuids)):
+
+    for_all_jobs = True
+    graphs: Mapping[str, str] = {ANY_HOST: GRAPH_FILE}
+
+    def __init__(self, plan: Plan, tables: Tables | None = None) -> None:
+        self.plan, self.tables = plan, tables or {}
+
+    @property
+    def sets(self) -> tuple[IndexedSet, ...]:
+        """The sets of GPUs whose communicators get something by the plugin, without files' texts.
+
+        These sets gain by the recommended choice: by a graph file, or by variables alone.
+        """
+        plan = self.plan
+        gaining = [part for part in plan.parts.values() if part.gains]
+        if plan.recommended == "variables" and self.variables[1]:
+            return tuple(IndexedSet(gpus=part.gpus) for part in gaining)
+        return tuple(
+            IndexedSet(
+                gpus=part.gpus, file=part_file(plan, part.gpus), nodes=placement(plan, part.gpus)
+            )
+            for part in gaining
+            if plan.recommended == "graph" and part.rings
+        )
+
+    @property
+    def variables(self) -> tuple[dict[str, str], dict[str, str]]:
+        """The variables that a job with the plugin needs, and those that the plugin gives."""
+        return plugin_environment(self.plan.job_settings)
+
+    def used_on(self, _: str | None) -> None:
+        """Return the files of a plan's directory that ranks on a host use: None, which is all."""
+
+    def texts(self, place: PurePosixPath) -> dict[str, str]:
+        """Return graph files and env.sh, as they will lie in `place`."""
+        plan = self.plan
+        parts = [part for part in plan.parts.values() if part.rings]
+        files = {part_file(plan, part.gpus): subset_graph(plan, part) for part in parts}
+        graph = place / GRAPH_FILE if plan.names_graph else None
+        return files | {"env.sh": env_text(plan.plain_settings, graph, provenance=plan.provenance)}
+
+    def plugin(
+        self, texts: Mapping[str, str], fingerprint: Fingerprint | None, directory: Path, **_: bool
+    ) -> dict[str, str | bytes]:
+        """Return names (below `nccl/` of `directory`) and contents of the plugin's files.
+
+        `texts` are the files of `nccl_files`. There are none for measured GPUs that no UUID
+        identifies. The library is the installed one, else one that was built in `directory`, if
+        any: nccl.conf may name it.
+        """
+        plan, files = self.plan, dict[str, str | bytes]()
+        measured = None if plan.simulated else fingerprint
+        uuids = {} if measured is None else measured.uuids(plan.machine)
+        if not (plan.simulated or set(plan.gpus) <= set(uuids)):
+            return files
+        sets = [
+            msgspec.structs.replace(part, text=texts[part.file].encode()) if part.file else part
+            for part in self.sets
+            if part.file is None or part.file in texts
+        ]
+        with suppress(InputError):
+            index = plugin_index(self, 0, sets, measured)
+            index = msgspec.structs.replace(index, tables=self.tables)
+            files[INDEX_FILE] = index.encode().decode()
+            if measured is not None:
+                equal_gpus = tuple(msgspec.structs.replace(gpu, uuid="") for gpu in index.gpus)
+                index = msgspec.structs.replace(index, gpus=equal_gpus)
+                files[ALIKE_INDEX_FILE] = index.encode().decode()
+            if library := found_library(directory / "nccl"):
+                files[LIBRARY] = library.read_bytes()
         return files
-    sets = [
-        msgspec.structs.replace(part, text=texts[part.file].encode()) if part.file else part
-        for part in plugin_sets(plan)
-        if part.file is None or part.file in texts
-    ]
-    with suppress(InputError):
-        index = plugin_index(plan, 0, sets, measured)
-        index = msgspec.structs.replace(index, tables=tables or {})
-        files[INDEX_FILE] = index.encode().decode()
-        if measured is not None:
-            equal_gpus = tuple(msgspec.structs.replace(gpu, uuid="") for gpu in index.gpus)
-            index = msgspec.structs.replace(index, gpus=equal_gpus)
-            files[ALIKE_INDEX_FILE] = index.encode().decode()
-        if library := found_library(directory / "nccl"):
-            files[LIBRARY] = library.read_bytes()
-    return files
 
 
-def plugin_variables(plan: Plan) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the variables that a job with the plugin needs, and those that the plugin gives.
+def files_of(plan: Plan) -> MachineFiles | ClusterFiles:
+    """Return NCCL's files of a plan, of one host or of several."""
+    if plan.cluster.closes:
+        return MachineFiles(plan)
+    from tccl_py.plan.host_files import ClusterFiles  # noqa: PLC0415 (not for one host)
 
-    Over several hosts it gives none: a rank does not know what ranks of other hosts are given.
-    """
-    if not plan.closes:
-        return environment(plan.job_settings), {}
-    return plugin_environment(plan.job_settings)
+    return ClusterFiles(plan)
+
+
+def graph_texts(plan: Plan, directory: Path) -> dict[str, str]:
+    """Return the text of each host's graph file, ANY_HOST's of one that needs no name."""
+    texts = nccl_files(plan, directory)
+    return {host: texts[name] for host, name in files_of(plan).graphs.items()}
 
 
 def plugin_index(
-    plan: Plan, number: int, sets: Sequence[IndexedSet], known: Fingerprint | None = None
+    of: MachineFiles | ClusterFiles,
+    number: int,
+    sets: Sequence[IndexedSet],
+    known: Fingerprint | None = None,
 ) -> PluginIndex:
     """Return the plugin's index for hosts of a class, with graph files for `sets` of GPUs.
 
     `known` is the measured host: its GPUs, driver and NUMA nodes have to be there.
     """
+    plan = of.plan
     machine = plan.cluster.classes[number].machine
     gpus = sorted(machine.gpus, key=lambda gpu: gpu.index)
     uuids = {} if known is None else known.uuids(machine)
     major = "" if known is None else known.driver.partition(".")[0]
     must, forbid = env_rules(plan.job_settings)
-    needed, optional = plugin_variables(plan)
+    needed, optional = of.variables
     return PluginIndex(
         simulated=plan.simulated,
         gpus=tuple(
@@ -269,12 +301,7 @@ def nccl_files(plan: Plan, directory: Path) -> dict[str, str]:
     stand in an environment variable.
     """
     place = PurePosixPath(directory.resolve() / "nccl")
-    if plan.closes:
-        files = machine_files(plan, place)
-    else:
-        from tccl_py.plan.host_files import files_of_hosts  # noqa: PLC0415 (not for one host)
-
-        files = files_of_hosts(plan, place)
+    files = files_of(plan).texts(place)
     env = files["env.sh"] + _PLUGIN_NOTE * plan.needs_plugin
     conf = conf_text(plan.plain_settings, provenance=plan.provenance)
     return files | {"env.sh": env, "nccl.conf": conf}
@@ -295,13 +322,7 @@ def plan_files(
     the plugin's files as well.
     """
     texts = nccl_files(plan, directory)
-    plugin: Files = {}
-    if plan.closes:
-        plugin = plugin_files(plan, texts, fingerprint, directory=directory)
-    elif of_job:
-        from tccl_py.plan.host_files import job_plugin_files  # noqa: PLC0415 (not for one host)
-
-        plugin = job_plugin_files(plan, texts)
+    plugin = files_of(plan).plugin(texts, fingerprint, directory, of_job=of_job)
     files: dict[str, str | bytes] = {
         f"nccl/{name}": content for name, content in {**texts, **plugin}.items()
     }

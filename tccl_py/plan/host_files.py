@@ -16,10 +16,11 @@ from tccl_py.errors import InputError, counted
 from tccl_py.files import check_path, encode_json
 from tccl_py.nccl.plugin import LIBRARY, found_library
 from tccl_py.nccl.plugin.index import IndexedSet
-from tccl_py.nccl.settings import env_sh
+from tccl_py.nccl.settings import env_sh, environment
 from tccl_py.nccl.view import NcclView
 from tccl_py.plan.directory import class_view, env_text, noted_graph, plugin_index
 from tccl_py.plan.plan import Plan
+from tccl_py.plan.staging import PLAN_FILE
 
 HOSTS_FOLDER = "hosts"
 ORDER_FOLDER = "order"
@@ -43,20 +44,6 @@ def host_graph_file(host: str) -> str:
     'hosts/gpu01.xml'
     """
     return f"{HOSTS_FOLDER}/{host}.xml"
-
-
-def files_of_hosts(plan: Plan, place: PurePosixPath) -> dict[str, str]:
-    """Return graph files, files for launchers and env.sh, as they will lie in `place`."""
-    settings, provenance = plan.plain_settings, plan.provenance
-    files = {host_graph_file(name): text for name, text in host_graphs(plan).items()}
-    hosts = [(host.name, plan.gpus_of(host)) for host in plan.hosts]
-    files |= order_files(hosts, place, provenance=provenance)
-    env = env_text(settings, None, provenance=provenance)
-    if plan.names_graph:
-        check_path(place)
-        choice = _CHOICE.format(hosts=shlex.quote(str(place / HOSTS_FOLDER)))
-        env = f"# tccl-py, rates {provenance}. {_ENV_NOTE}{env_sh(settings)}{choice}"
-    return files | {"env.sh": env}
 
 
 def host_graphs(plan: Plan) -> dict[str, str]:
@@ -134,29 +121,70 @@ unset _tccl_hosts _tccl_name _tccl_host
 """
 
 
-def job_plugin_files(plan: Plan, texts: Mapping[str, str]) -> dict[str, str | bytes]:
-    """Return the plugin's files: an index for each host with its graph file, and the library.
+class ClusterFiles:
+    """NCCL's and the plugin's files of a plan of several hosts, for jobs in its order of hosts.
 
-    Hosts with equal paths have equal indices. There are none where the job needs no graph file.
+    `graphs` has each host's graph file below `nccl/`. The plugin gives no set of a host's GPUs
+    anything, but each host of a job its graph file.
     """
-    files: dict[str, str | bytes] = {}
-    made: dict[int, str] = {}
-    for host in plan.hosts if plan.recommended == "graph" else ():
-        shared = f"path-{host.path}.xml"
-        if host.path not in made:
-            text = texts[host_graph_file(host.name)]
-            part = IndexedSet(gpus=plan.gpus_of(host), file=shared, text=text.encode())
-            index = plugin_index(plan, plan.class_number(host), [part])
-            try:
-                index = msgspec.structs.replace(index, job=plan.cluster.ranks)
-                made[host.path] = index.encode().decode()
-            except InputError:
-                return {}
-            files[f"{HOSTS_FOLDER}/{shared}"] = text
-        files[f"{HOSTS_FOLDER}/{host.name}.index"] = made[host.path]
-    if made and (library := found_library()):
-        files[LIBRARY] = library.read_bytes()
-    return files
+
+    for_all_jobs = False
+    sets: tuple[IndexedSet, ...] = ()
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.graphs: Mapping[str, str] = {name: host_graph_file(name) for name in plan.host_order}
+
+    @property
+    def variables(self) -> tuple[dict[str, str], dict[str, str]]:
+        """The variables that a job with the plugin needs; it gives none.
+
+        A rank does not know what ranks of other hosts are given.
+        """
+        return environment(self.plan.job_settings), {}
+
+    def used_on(self, host: str | None) -> list[str]:
+        """Return the files of a plan's directory that ranks on a host use: not those of others."""
+        return [PLAN_FILE, *(f"nccl/{self.graphs[name]}" for name in self.graphs if name == host)]
+
+    def texts(self, place: PurePosixPath) -> dict[str, str]:
+        """Return graph files, files for launchers and env.sh, as they will lie in `place`."""
+        plan, settings, provenance = self.plan, self.plan.plain_settings, self.plan.provenance
+        files = {self.graphs[name]: text for name, text in host_graphs(plan).items()}
+        hosts = [(host.name, plan.gpus_of(host)) for host in plan.hosts]
+        files |= order_files(hosts, place, provenance=provenance)
+        env = env_text(settings, None, provenance=provenance)
+        if plan.names_graph:
+            check_path(place)
+            choice = _CHOICE.format(hosts=shlex.quote(str(place / HOSTS_FOLDER)))
+            env = f"# tccl-py, rates {provenance}. {_ENV_NOTE}{env_sh(settings)}{choice}"
+        return files | {"env.sh": env}
+
+    def plugin(
+        self, texts: Mapping[str, str], *_: object, of_job: bool = True
+    ) -> dict[str, str | bytes]:
+        """Return the plugin's files: an index for each host with its graph file, and the library.
+
+        Hosts with equal paths have equal indices. There are none but for the plan `of_job`, and
+        where the job needs no graph file.
+        """
+        plan, files, made = self.plan, dict[str, str | bytes](), dict[int, str]()
+        for host in plan.hosts if of_job and plan.recommended == "graph" else ():
+            shared = f"path-{host.path}.xml"
+            if host.path not in made:
+                text = texts[self.graphs[host.name]]
+                part = IndexedSet(gpus=plan.gpus_of(host), file=shared, text=text.encode())
+                index = plugin_index(self, plan.class_number(host), [part])
+                try:
+                    index = msgspec.structs.replace(index, job=plan.cluster.ranks)
+                    made[host.path] = index.encode().decode()
+                except InputError:
+                    return {}
+                files[f"{HOSTS_FOLDER}/{shared}"] = text
+            files[f"{HOSTS_FOLDER}/{host.name}.index"] = made[host.path]
+        if made and (library := found_library()):
+            files[LIBRARY] = library.read_bytes()
+        return files
 
 
 def order_files(hosts: HostGpus, place: PurePosixPath, *, provenance: str) -> dict[str, str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -114,11 +115,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return description(self)
 
     def write(
-        self,
-        directory: Path | str,
-        source: Sources = None,
-        *,
-        tables: Iterable[KeptTable] = (),
+        self, directory: Path | str, source: Sources = None, *, tables: Iterable[KeptTable] = ()
     ) -> None:
         """Write what `tccl plan` writes into a new or empty directory, which all commands read.
 
@@ -182,11 +179,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return hop_graph(self)
 
     @property
-    def closes(self) -> bool:
-        """Whether each ring closes on a host."""
-        return self.paths[0].chains[0].closes
-
-    @property
     def machine(self) -> Machine:
         """The machine of all hosts."""
         return self._only_class.machine
@@ -212,7 +204,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @cached_property
     def rings(self) -> tuple[PlanChain, ...]:
         """The rings: of a single host, or closed over all hosts, with ranks in the GPUs' place."""
-        hosts = [(h.name, self.numbers_of(h), self.paths[h.path].chains) for h in self.hosts]
+        hosts = [(*self.in_rings(host), self.paths[host.path].chains) for host in self.hosts]
         return tuple(
             ring_over_hosts([(name, numbers, chains[at]) for name, numbers, chains in hosts])
             for at in range(self.ring_count)
@@ -229,11 +221,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return tuple(host.name for host in self.hosts)
 
     @property
-    def host_names(self) -> tuple[str, ...]:
-        """The hosts in this order, as they find their files; () of one that needs no name."""
-        return () if self.closes else self.host_order
-
-    @property
     def order_changed(self) -> bool:
         """Return whether the planned order differs from the given order."""
         return self.host_order != self.cluster.names
@@ -246,18 +233,19 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Return the GPUs of a host, one for each of its ranks."""
         return self.class_gpus[self.class_number(host)]
 
-    def numbers_of(self, host: PlannedHost) -> dict[int, int]:
-        """Return the number that `orders` have for each GPU of a host."""
+    def in_rings(self, host: PlannedHost) -> tuple[str, dict[int, int]]:
+        """Return what rings call a host and its GPUs: "" and indices on a single host, or ranks."""
         gpus = self.gpus_of(host)
-        ranks = range(host.first_rank, host.first_rank + len(gpus))
-        return dict(zip(gpus, gpus if self.closes else ranks, strict=True))
+        if self.cluster.closes:
+            return "", dict(zip(gpus, gpus, strict=True))
+        return host.name, dict(zip(gpus, count(host.first_rank), strict=False))
 
     @cached_property
     def orders(self) -> tuple[tuple[int, ...], ...]:
         """The order of each ring: GPU indices of a single host, ranks over several hosts."""
-        hosts = [(self.numbers_of(host), self.paths[host.path].chains) for host in self.hosts]
+        hosts = [(*self.in_rings(host), self.paths[host.path].chains) for host in self.hosts]
         return tuple(
-            tuple(numbers[gpu] for numbers, chains in hosts for gpu in chains[at].gpus)
+            tuple(numbers[gpu] for _, numbers, chains in hosts for gpu in chains[at].gpus)
             for at in range(self.ring_count)
         )
 

@@ -25,7 +25,7 @@ from tccl_py.files import (
 )
 from tccl_py.model.machine import DiscoveredMachine, Fingerprint
 from tccl_py.nccl.tuner import TunerTable, check_tables, tune_lines
-from tccl_py.plan.directory import machine_file, plugin_files
+from tccl_py.plan.directory import MachineFiles, machine_file
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import (
@@ -191,7 +191,7 @@ def keep_tuning(tuning: Tuning, plan: Plan, directory: Path) -> Tuning:
     }
     measured = None if plan.simulated else planned_fingerprint(plan, directory)
     lines = tune_lines(tuning.tables)
-    renewed = plugin_files(plan, texts, measured, lines, directory=directory)
+    renewed = MachineFiles(plan, lines).plugin(texts, measured, directory)
     files = held | {f"nccl/{name}": content for name, content in renewed.items()}
     write_with_plan(files, directory, check=load_plan, findings=())
     return written

@@ -14,7 +14,7 @@ from tccl_py.model.transfer import Flow
 from tccl_py.nccl.network import chain_hop_space
 from tccl_py.nccl.network import gdr_variants as gdr_settings
 from tccl_py.nccl.settings import Settings, check_settings
-from tccl_py.nccl.transport import final_channels, hop_space
+from tccl_py.nccl.transport import final_channels
 from tccl_py.plan.chains import HostPath
 from tccl_py.plan.directory import class_view, path_types
 from tccl_py.plan.plan import Plan
@@ -36,10 +36,10 @@ def ends_as_measured(settings: Settings, *, sm: int | None, hosts: int, rate_gbp
 
 def path_space(plan: Plan, path: HostPath, settings: Settings, count: int) -> HopSpace:
     """Return the hops open to each of `count` rings, or chains, on hosts with a path."""
+    ends = {nic for chain in path.chains for nic in (chain.entry_nic, chain.exit_nic)}
+    nics = sorted(nic for nic in ends if nic is not None)
     host_view = class_view(plan, path.node_class, settings)
-    if path.chains[0].closes:
-        return hop_space(host_view, rings_in_set=count)
-    return chain_hop_space(host_view, chains_in_set=count)
+    return chain_hop_space(host_view, nics=nics, chains_in_set=count)
 
 
 def _moved(plan: Plan, path: HostPath, settings: Settings) -> HostPath:

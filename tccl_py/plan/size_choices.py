@@ -183,7 +183,7 @@ def _worst_choice(model: CostModel, rate: float) -> tuple[float, int, str, str]:
 
 def _why_none(plan: Plan) -> str:
     """Return where NCCL's cost model has no answer here, as the end of a sentence."""
-    if not plan.closes:
+    if not plan.cluster.closes:
         return "over several hosts"
     host_view = view(plan.machine, plan.knowledge, plan.stock.settings, gpus=plan.gpus)
     hopper = min(host_view.system.sm.values()) >= _FIRST_NVLS

@@ -19,14 +19,8 @@ from tccl_py.nccl.settings import (
     shell_words,
 )
 from tccl_py.nccl.versions import why_no_plugin
-from tccl_py.plan.chains import (
-    AS_GOOD,
-    ChoiceName,
-    PlanChoice,
-    SubsetRings,
-    as_good,
-)
-from tccl_py.plan.directory import graph_files, plugin_sets, plugin_variables
+from tccl_py.plan.chains import AS_GOOD, ChoiceName, PlanChoice, SubsetRings, as_good
+from tccl_py.plan.directory import files_of, graph_files
 from tccl_py.plan.plan import Plan
 
 _MOST_RANKS = 32
@@ -163,7 +157,7 @@ _MOST_ORDER = 1000
 def summary(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yield facts of a plan, each with its name."""
     mark = plan.provenance
-    if not plan.closes:
+    if not plan.cluster.closes:
         changed = "another order than given" if plan.order_changed else "as given"
         order = compress(plan.host_order)
         if len(order) > _MOST_ORDER:
@@ -221,13 +215,14 @@ def assumptions(plan: Plan) -> list[str]:
 
 def _plugin_text(plan: Plan) -> str:
     """Return what communicators get by the plugin."""
-    sets = plugin_sets(plan)
+    files = files_of(plan)
+    sets = files.sets
     if plan.recommended == "graph" and not sets:
         return (
             "by `tccl env JOB --plugin` for a job's directory, which `tccl export DIR --hosts LIST "
             "-o JOB` makes; without it, launch with the files of nccl/order"
         )
-    needed, optional = map(shell_text, plugin_variables(plan))
+    needed, optional = map(shell_text, files.variables)
     more = f"default NCCL with {needed}" if needed else "default NCCL"
     if optional and plan.recommended == "variables":
         count = counted(len(sets), "set")
@@ -280,7 +275,7 @@ def _channels(settings: Settings) -> str:
 
 def plan_json(plan: Plan) -> dict[str, Any]:
     """Return the JSON of `plan --json` and `show --json`; a cluster's rings are of global ranks."""
-    if not plan.closes:
+    if not plan.cluster.closes:
         subject: dict[str, Any] = {"kind": "cluster", "hosts": plan.host_order}
         limit = {"whole_ring_gbps": plan.whole_ring_gbps}
     else:

@@ -65,10 +65,9 @@ def _rate_on_host(
         # Planned chains keep their mechanisms, and others enter and leave by the same NICs.
         if gpus in planned:
             rings.append(ring_like(space, planned[gpus].ring))
-        elif chain.entry_nic is None:
-            rings.append(ring_like(space, gpus))
         else:
-            rings.append(ring_like(_by_nics(space, chain), (WORLD, *gpus)))
+            outside = [hop.source for hop in chain.hops if hop.source == WORLD]
+            rings.append(ring_like(_by_nics(space, chain), (*outside, *gpus)))
     rated = ring_set(rings)
     (measurement,) = sources[path.node_class].measure([rated.flows])
     return rated.rate(measurement)
@@ -103,7 +102,7 @@ def _chains(plan: Plan, order: Order) -> list[Order]:
 
     Raises InputError: it does not visit each GPU once, and over several hosts host by host.
     """
-    numbers = [plan.numbers_of(host) for host in plan.hosts]
+    numbers = [plan.in_rings(host)[1] for host in plan.hosts]
     first, chains = set(numbers[0].values()), []
     # A ring may begin anywhere: turn it to where it enters the first host, or to its lowest GPU.
     entries = [at for at in range(len(order)) if order[at] in first and order[at - 1] not in first]

@@ -111,7 +111,7 @@ def ring_views(plan: Plan, number: int, layout: Layout) -> list[HopsView]:
             hops = flow_ends((hop.flow, hop.rate_gbps) for hop in chain.hops)
             shown = {"order": order, "rate": chain.rate_gbps}
             views.append(hops_view(f"ring-{place}-{at}", title, machine, hops, layout, **shown))
-    return [*views, *_default_views(plan, layout)] if plan.closes else views
+    return [*views, *_default_views(plan, layout)] if plan.cluster.closes else views
 
 
 def _default_views(plan: Plan, layout: Layout) -> Iterator[HopsView]:

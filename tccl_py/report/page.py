@@ -206,7 +206,7 @@ def _command(contents: Contents) -> str:
     plan, directory = contents.plan, _directory(contents)
     if plan.recommended == "default" or plan.dry_run:
         return ""
-    if not plan.closes:
+    if not plan.cluster.closes:
         return f". {directory}/nccl/env.sh"
     return f'eval "$(tccl env {directory} --gpus {gpu_list(plan.gpus)})"'
 

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from tccl_py.delivery.fit import ALIKE_VARIABLE, why_not_fit, why_not_with
+from tccl_py.delivery.fit import ALIKE_VARIABLE, host_here, why_not_fit, why_not_with
 from tccl_py.delivery.job import Delivery, JobRequest, communicator_file, deliver_to_host
 from tccl_py.delivery.plugin import PLUGIN_VARIABLE
 from tccl_py.delivery.scripts import PLAN_VARIABLE
@@ -27,11 +27,11 @@ from tccl_py.files import check_path
 from tccl_py.nccl.settings import env_conflicts
 from tccl_py.nccl.versions import why_no_plugin
 from tccl_py.nccl_library import loaded_nccl, settings_of_files
-from tccl_py.plan.host_files import host_graph_file
+from tccl_py.plan.directory import files_of
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import plan_in
-from tccl_py.plan.staging import PLAN_FILE, check_files
-from tccl_py.readers.hosts import host_identity, names_of_this_host
+from tccl_py.plan.staging import check_files
+from tccl_py.readers.hosts import host_identity
 from tccl_py.readers.live import DriverFacts, gpu_of_cuda_device
 
 GRAPH_VARIABLE = "NCCL_GRAPH_FILE"
@@ -271,10 +271,8 @@ def member_of(
         member = replace(member, gpu=gpu)
         if place != Path():
             opened = open_plan(place)
-            planned = opened.plan.host_names
-            name = next((name for name in names_of_this_host() if name in planned), "")
-            variables = dict(opened.delivery.variables)
-            member = replace(member, name=name, plan=opened.identity, settings=variables)
+            name, variables = host_here(opened.plan), dict(opened.delivery.variables)
+            member = replace(member, name=name or "", plan=opened.identity, settings=variables)
             why = _why_off(opened, facts, nccl, name)
             if settings is not None and settings != variables:
                 why = "this process has other settings, which its NCCL has read for good"
@@ -288,21 +286,16 @@ def open_plan(directory: Path) -> OpenPlan:
     directory = directory.absolute()
     check_path(directory)
     plan = plan_in(directory)
-    # Each of several hosts has its own files; a rank checks its own.
-    manifest = check_files(directory, [PLAN_FILE] if plan.host_names else None)
+    manifest = check_files(directory, files_of(plan).used_on(host_here(plan)))
     delivery = deliver_to_host(plan, directory, JobRequest(), say=lambda _: None)
     return OpenPlan(directory, plan, frozenset(manifest.files), manifest.identity, delivery)
 
 
-def _why_off(opened: OpenPlan, facts: DriverFacts, nccl: str, name: str) -> str:
+def _why_off(opened: OpenPlan, facts: DriverFacts, nccl: str, name: str | None) -> str:
     """Return why a rank does not use a plan, as a clause; "" if it does."""
     plan, directory = opened.plan, opened.directory
-    if plan.host_names:
-        if not name:
-            return "the plan has no such host"
-        check_files(directory, [f"nccl/{host_graph_file(name)}"])
     equal_hosts = os.environ.get(ALIKE_VARIABLE) == "1"
-    why = why_not_fit(plan, directory, facts, equal_hosts=equal_hosts, host=name or None)
+    why = why_not_fit(plan, directory, facts, equal_hosts=equal_hosts, host=name)
     if why := why or why_not_with(opened.delivery.settings, nccl):
         return why
     lines = settings_of_files()

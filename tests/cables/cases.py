@@ -13,7 +13,7 @@ from tccl_py.model.cluster import Cable, Cluster, Host, NodeClass, check_cluster
 from tccl_py.nccl.graph_search import default_choice
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.view import view
-from tccl_py.plan.host_files import files_of_hosts
+from tccl_py.plan.host_files import ClusterFiles
 from tccl_py.planning.cables import own_pairs
 from tccl_py.planning.planner import make_cluster_plan
 from tccl_py.simulator.descriptions import load_bundled
@@ -109,7 +109,7 @@ def cabled(cluster, rank_of):
 def case(name, plan, folder):
     """Write a plan's graph files; return what the judge needs."""
     order = {host: rank for rank, host in enumerate(plan.host_order)}
-    texts = files_of_hosts(plan, PurePosixPath("/plan"))
+    texts = ClusterFiles(plan).texts(PurePosixPath("/plan"))
     place = folder / name.replace(" ", "-")
     place.mkdir(parents=True)
     for host, rank in order.items():

@@ -11,7 +11,6 @@ import time
 import pytest
 from msgspec.structs import replace
 
-from tccl_py.delivery.delivered import rings_found
 from tccl_py.experiments.collectives import COLLECTIVES
 from tccl_py.experiments.jobs import HostRanks, Launcher
 from tccl_py.experiments.record import Verification
@@ -20,6 +19,7 @@ from tccl_py.experiments.target import read_target
 from tccl_py.plan.load import load_plan
 from tests.gpu.ranks import PINNED, REAL
 from tests.gpu.test_nccl_loads_plans import tccl
+from tests.verified import rings_in_log
 
 pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(600)]
 
@@ -46,7 +46,7 @@ def test_one_job_is_right_runs_the_plans_rings_and_trains(measured):
         trained = {times.row.mode for times in answer.times if times.trained}
         assert trained == {f"{m}-{how}" for m in modes for how in ("eager", "graph")}
         print(answer.times)
-    rings = rings_found(plan, {}, found.log, launcher.variables(arm))
+    rings = rings_in_log(plan, {}, found.log, launcher.variables(arm))
     assert rings.differences == ()
     assert {link.via.split("/")[0] for link in rings.links} <= {"P2P", "SHM", "NET"}
     print("one job with checks and training:", f"{seconds:.1f} s")
