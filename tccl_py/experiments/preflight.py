@@ -99,7 +99,7 @@ class Preflight(msgspec.Struct, frozen=True, kw_only=True):
         ]
         cause = drift.points_to if rates or lost else ""
         rates += [
-            (f"{jobs.collective} of {size_text(row.bytes)}", row.expected or 0, row.gbps)
+            (f"{jobs.collective} of {size_text(row.bytes)}", row.expected_gbps or 0, row.gbps)
             for row in jobs.slower
         ]
         fallen = (

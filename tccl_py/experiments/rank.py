@@ -119,7 +119,7 @@ def _times(
             _leave_slots(slot, 1 + BATCHES)
             yield batches(row, ())
         else:
-            yield batches(row, _time_batches(over(row.groups), row, spec.seconds, slot))
+            yield batches(row, _time_batches(over, row, spec.seconds, slot))
 
 
 def _splits() -> bool:
@@ -135,7 +135,7 @@ def _leave_slots(slot: TimeSlot, count: int) -> None:
 
 
 def _time_batches(
-    group: Communicator, row: Row, seconds: float, slot: TimeSlot
+    over: Callable[[Groups], Communicator], row: Row, seconds: float, slot: TimeSlot
 ) -> tuple[float, ...]:
     """Return the seconds per call of BATCHES batches that together take about `seconds`.
 
@@ -144,6 +144,7 @@ def _time_batches(
     """
     with ExitStack() as stack:
         with slot():
+            group = over(row.groups)
             call = row_call(group, row)
             batch = timed_batch(group, call, row.bytes, seconds / BATCHES, stack)
         times = []

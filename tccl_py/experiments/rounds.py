@@ -134,7 +134,7 @@ class Timed(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.compared.ratio or None
 
     @property
-    def expected(self) -> float | None:
+    def expected_gbps(self) -> float | None:
         """Return the baseline's bus bandwidth, GB/s."""
         return self.gbps / self.ratio if self.ratio else None
 

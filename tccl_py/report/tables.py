@@ -125,7 +125,9 @@ PREFLIGHT: Columns = (
     Column("collective", lambda row: row.collective),
     Column("size", lambda row: size_text(row.bytes)),
     Column("GB/s", lambda row: f"{row.gbps:.2f}"),
-    Column("expected", lambda row: f"{row.expected:.2f}" if row.expected else "not verified"),
+    Column(
+        "expected", lambda row: f"{row.expected_gbps:.2f}" if row.expected_gbps else "not verified"
+    ),
 )
 
 
@@ -138,7 +140,7 @@ def preflight_json(plan: Plan, preflight: Preflight) -> dict[str, Any]:
         "collective": jobs.collective,
         "collectives_checked": jobs.checked,
         "bandwidths": [
-            {**picked(row, "bytes", "gbps"), "expected_gbps": row.expected, "p": row.compared.p}
+            {**picked(row, "bytes", "gbps", "expected_gbps"), "p": row.compared.p}
             for row in jobs.rates
         ],
         **drift_json(plan, preflight.drift),
@@ -151,7 +153,7 @@ def preflight_metrics(preflight: Preflight, plain: Mapping[str, str]) -> str:
     jobs = preflight.collectives
     sizes = [({**plain, "bytes": str(row.bytes)}, row) for row in jobs.rates]
     rates = [(labels, row.gbps) for labels, row in sizes]
-    was = [(labels, row.expected) for labels, row in sizes if row.expected]
+    was = [(labels, row.expected_gbps) for labels, row in sizes if row.expected_gbps]
     return "".join(
         (
             metric("preflight_ok", "Whether jobs may run (1) or not (0).", [(plain, preflight.ok)]),
