@@ -20,6 +20,7 @@ import msgspec
 from tccl_py.errors import InputError, limit_reached, require
 
 MAX_INPUT_BYTES = 32 * 1024 * 1024  # Larger input is refused unread
+_WRITTEN_HERE = "give a file this program wrote"
 SPACE = "choose a writable place with free space"
 
 T = TypeVar("T")
@@ -219,17 +220,9 @@ def parsed(kind: type[Any], value: object) -> Any:
 
 
 def decode_json(
-    text: str,
-    kind: type[T],
-    *,
-    where: str,
-    name: str = "",
-    right: str = "give a file this program wrote",
+    text: str, kind: type[T], *, where: str, name: str = "", right: str = _WRITTEN_HERE
 ) -> T:
-    """Decode JSON into a msgspec type, strictly (InputError).
-
-    Messages call the format `name`, and `right` the right form.
-    """
+    """Decode JSON into a msgspec type, strictly (InputError); messages call the format `name`."""
     try:
         return msgspec.json.decode(text.encode(), type=kind, dec_hook=parsed)
     except (RecursionError, msgspec.MsgspecError) as error:

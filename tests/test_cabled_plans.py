@@ -18,6 +18,7 @@ from tccl_py.plan.directory import write_plan
 from tccl_py.plan.host_files import ClusterFiles, host_graphs
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.tables import table_files
+from tccl_py.planning.cables import notices_of_cables
 from tccl_py.planning.jobs import plan_of_job
 from tccl_py.planning.opening_hosts import simulated_cluster
 from tccl_py.planning.planner import make_cluster_plan
@@ -196,6 +197,13 @@ def test_what_nccl_cannot_do_over_cables_is_told():
     assert "spark0 and spark2, spark1 and spark3" in apart
     _, facing = planned(MIRRORED).notices
     assert "spark0 to spark1 by rocep1s0f1, roceP2p1s0f1" in facing
+
+
+def test_the_variables_of_sockets_are_told_where_sockets_are_used():
+    plan = planned(ring())
+    sockets = msgspec.structs.replace(plan.settings, ib_hca=(), socket_ifname=("p0", "p1"))
+    reasons = next(notices_of_cables(plan.cluster, sockets))
+    assert "NCCL_SOCKET_IFNAME fixes" in reasons and "NCCL_IB_HCA" not in reasons
 
 
 def test_hosts_with_cables_at_different_ports_are_planned_apart(tmp_path):

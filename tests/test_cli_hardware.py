@@ -74,9 +74,9 @@ BAD = {
     "devices of GPUs": (("--devices", "2"), "devices: are of the host backend"),
     "one device": (("--backend", "host", "--devices", "1"), "host machine: has 1 device; 2 to"),
     "many devices": (("--backend", "host", "--devices", "9999"), "host machine: has 9999 devices"),
-    "no target": (("--target", "0"), "target: is 0; above 0 and at most 1"),
+    "no target": (("--target", "0"), "target: is 0.0; above 0 and at most 1"),
     "NaN target": (("--target", "nan"), "target: is nan; above 0"),
-    "large target": (("--target", "2"), "target: is 2; above 0 and at most 1"),
+    "large target": (("--target", "2"), "target: is 2.0; above 0 and at most 1"),
     "noise": (("--noise", "0"), "--noise without --simulate: is about models; add --simulate MA"),
     "seed": (("--seed", "0"), "--seed without --simulate: is about models"),
     "target of a model": (

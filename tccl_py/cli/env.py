@@ -85,7 +85,7 @@ def env(
 
 
 def run(
-    directory: str | None = arg("DIR", "A plan's directory, not needed with --record.", None),
+    directory: str = arg("DIR", "A plan's directory, not needed with --record.", ""),
     command: list[str] | None = arg("COMMAND", "The job and its arguments, after --.", None),
     *,
     record: Path | None = opt("FILE", "Write what the job communicates in a step to FILE."),
@@ -116,27 +116,24 @@ def run(
         tccl run --record job.json -- torchrun --nproc-per-node 8 train.py
     """
     words = command or []
-    place = None if directory is None else Path(directory)
-    if record is not None and (place is None or not (place / "plan.json").is_file()):
+    if record is not None and not (directory and (Path(directory) / "plan.json").is_file()):
         of_plan = {"--gpus": gpus, "--host": host, "--nccl": nccl, "--choice": choice}
         of_plan["--workload"] = workload
         reason = "without DIR", "is about a plan", "name a plan's directory"
         refuse({**of_plan, "--plugin": plugin, "--force": force}, reason)
-        words = words if directory is None else [directory, *words]
-        require(words, "COMMAND", "is missing", "name a program after --")
-        _record(words, {}, record)
-    if place is None:
-        raise InputError("DIR", "is missing", "name a plan's directory")
+        require(directory, "COMMAND", "is missing", "name a program after --")
+        _record([directory, *words], {}, record)
+    require(directory, "DIR", "is missing", "name a plan's directory")
     require(words, "COMMAND", "is missing", "name a program after --")
     request = JobRequest(
         host=host, nccl=nccl, plugin=plugin, equal_hosts=equal_hosts, force=force, is_rank=True
     )
     if workload is not None:
         try:
-            choice = _choice_for(workload, place, choice)
+            choice = _choice_for(workload, Path(directory), choice)
         except InputError as error:
             notice(f"by the plan's recommendation: {error}")
-    _, delivery = _delivery(place, request, gpus=gpus, choice=choice)
+    _, delivery = _delivery(Path(directory), request, gpus=gpus, choice=choice)
     variables, node = delivery.variables, delivery.numa_id
     unchecked = plugin or not variables
     conflicts = () if unchecked else env_conflicts(delivery.settings, os.environ)

@@ -156,7 +156,6 @@ def _sure(plan: Plan, subject: Subject) -> str:
     cut = "; cut short: `tccl plan`, which measures all it needs, may find more" if short else ""
     if subject.model is not None:
         level = "low" if plan.assumed else "medium"
-        # A model that is made for a machine has no source.
         basis = "" if subject.model.source else f", {subject.model.note}"
         return f"{level}: by a model with {provenances_text(subject.model)} parameters{basis}{cut}"
     error = f", 95 % interval ±{plan.error:.1%}" if plan.error else ""

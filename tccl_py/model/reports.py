@@ -50,10 +50,8 @@ def cluster_of(
     Raises InputError: as `check_cluster`, a known host with another machine, or a new host where
     only known switches are given.
     """
-    check_type(reports, "reports", Sequence)
     for report in reports:
         check_type(report, "reports", HostReport)
-        check_type(report.host, "host", str)
     classes, hosts = (list(known.classes), list(known.hosts)) if known else ([], [])
     forms = [_form(node_class.machine, node_class.knowledge) for node_class in classes]
     numbers = {form: at for at, form in reversed(list(enumerate(forms)))}

@@ -19,15 +19,14 @@ from tccl_py.planning.host_rings import pairs_of
 
 _NAMED = 4
 _REASONS = {
-    "NCCL_IB_SUBNET_AWARE_ROUTING": "(NCCL 2.30.7 and newer) sends by the NIC to reach the next "
-    "host's",
-    "NCCL_IB_MERGE_NICS": "leaves each NIC its own subnet",
-    "NCCL_IB_HCA": "fixes the numbers of NICs",
-    "NCCL_SOCKET_IFNAME": "fixes the numbers of NICs",
-    "NCCL_CROSS_NIC": "lets rings enter and leave by different ports",
-    "NCCL_ALGO": "keeps to neighbours, as trees do not",
+    "NCCL_IB_SUBNET_AWARE_ROUTING": "=1 (NCCL 2.30.7 and newer) sends by the NIC in the subnet of "
+    "the next host's",
+    "NCCL_IB_MERGE_NICS": "=0 leaves each NIC its own subnet",
+    "NCCL_IB_HCA": " fixes the numbers of NICs",
+    "NCCL_SOCKET_IFNAME": " fixes the numbers of NICs",
+    "NCCL_CROSS_NIC": " lets rings enter and leave by different ports",
+    "NCCL_ALGO": "=Ring keeps to neighbours, as trees do not",
 }
-_BY_VALUE = ("0", "1", "Ring")
 
 _CABLED_SETTINGS = (
     "cross_nic",
@@ -122,12 +121,7 @@ def notices_of_cables(cluster: Cluster, settings: Settings) -> Iterator[str]:
     if not cluster.cables:
         return
     variables = environment(settings)
-    *reasons, last = (
-        f"{name}={variables[name]} {reason}" if variables[name] in _BY_VALUE else f"{name} {reason}"
-        for name, reason in _REASONS.items()
-        if name in variables
-    )
-    yield f"{', '.join(reasons)}, and {last}"
+    yield ", ".join(f"{name}{why}" for name, why in _REASONS.items() if name in variables)
     steps = steps_between(cluster.cables)
     pairs = list(permutations(cluster.names, 2))
     if gaps := [f"{a} and {b}" for a, b in pairs if a < b and (a, b) not in steps]:

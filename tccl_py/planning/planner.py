@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tccl_py.errors import BudgetSpentError, InputError, check_type, counted, require
+from tccl_py.errors import BudgetSpentError, InputError, check_type, require
 from tccl_py.files import picked
 from tccl_py.model.cluster import Cluster, single_host
 from tccl_py.model.machine import Knowledge, Machine
@@ -306,9 +306,8 @@ def make_cluster_plan(
     cannot measure a needed set.
     """
     check_type(cluster, "cluster", Cluster)
-    check_type(sources, "sources", Sequence)
-    fault = f"has {counted(len(sources), 'source')} for {len(cluster.classes)} class(es)"
-    require(len(sources) == len(cluster.classes), "`sources`", fault, "one for each class")
+    fits = isinstance(sources, Sequence) and len(sources) == len(cluster.classes)
+    require(fits, "`sources`", "are of other classes", "give one for each class of hosts")
     more: dict[str, Any] = {"version": version, "strategy": strategy, "budget": budget}
     more |= {"keep_order": keep_order, "ib_gid_index": ib_gid_index, "gpus_per_job": gpus_per_job}
     request = _request(ring_counts, pinned_env, **more)

@@ -54,14 +54,12 @@ MAX_DEPTH = 64
 MAX_VALUES = 500_000
 _TOO_MUCH = ("is too deep or too long", "describe the switches of a cluster")
 
-_CABLES = "write cables: [[HOST:PORT, HOST:PORT], ...] and ports: {PORT: [NIC, ...], ...}"
 _FORMS = {
-    ".cables": _CABLES,
-    ".ports": _CABLES,
+    ".cables": "write cables: [[HOST:PORT, HOST:PORT], ...]",
+    ".ports": "write ports: {PORT: [NIC, ...], ...}",
     ".rails": "any or only is right",
     ".uplink_gbps": "give GB/s above 0, as 12.5",
-    "": "write switches: and a list of them, each with name:, hosts: or switches:, and "
-    "uplink_gbps: if it is known",
+    "": "write switches: and a list of them, each with name: and hosts: or switches:",
 }
 """The right form by a key on the way to a fault."""
 

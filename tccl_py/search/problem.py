@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tccl_py.errors import SearchError, check_type, require
+from tccl_py.errors import SearchError
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.rings import Hop, HopSpace, Ring, RingSet, ring, ring_set
 from tccl_py.model.symmetry import FlowCodes, Symmetry, smallest_row
@@ -30,15 +30,6 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
     sets: int | None = None
     seconds: float | None = None
     idle_sets: int | None = None
-
-    def __post_init__(self) -> None:
-        check_type(self.sets, "sets", int, type(None))
-        check_type(self.seconds, "seconds", int, float, type(None))
-        check_type(self.idle_sets, "idle_sets", int, type(None))
-        limits = (self.sets, self.seconds, self.idle_sets)
-        # The comparison is written so that NaN fails it.
-        good = all(limit is None or limit >= 0 for limit in limits)
-        require(good, "budget", f"has the limits {limits}", "0 or more, or None")
 
 
 class SetRule(Protocol):

@@ -256,4 +256,4 @@ def _described(header: JournalHeader, other: JournalHeader) -> str:
         for one in (header, other)
     )
     differing = "; ".join(text for text in texts if text not in others)
-    return f"machine {header.machine}" + (f" ({differing})" if differing else "")
+    return f"machine {header.machine}" + f" ({differing})" * bool(differing)

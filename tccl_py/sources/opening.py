@@ -60,7 +60,6 @@ def open_source(
     """
     if machine is not None:
         check_type(machine, "machine", str, Path, MachineModel, MeasuredMachine)
-    check_type(devices, "devices", int, type(None))
     check_type(gpus, "gpus", Sequence, type(None))
     check_type(options, "options", MeasurementOptions, type(None))
     check_type(journal, "journal", str, Path, type(None))

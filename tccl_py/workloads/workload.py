@@ -106,10 +106,10 @@ def check_workload(workload: Workload, where: str | Path) -> Workload:
 
 def read_workload(path: Path) -> Workload:
     """Read the file of a workload; InputError for a file that is none."""
-    # People write such files by hand.
     right = "write it as `tccl workload data-parallel -o FILE` does"
-    workload = decode_json(read_text(path), Workload, where=str(path), right=right)
-    return check_workload(workload, path)
+    return check_workload(
+        decode_json(read_text(path), Workload, where=str(path), right=right), path
+    )
 
 
 def write_workload(workload: Workload, path: Path) -> None:
