@@ -2,13 +2,15 @@
 
 import json
 import math
+from contextlib import nullcontext
 
 import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 
-from tccl_py.errors import MeasurementError
-from tccl_py.experiments.jobs import HostRanks, Launcher
+from tccl_py.errors import InputError, MeasurementError
+from tccl_py.experiments.jobs import THIS_HOST, HostRanks, Launcher
+from tccl_py.experiments.plans import check_hosts
 from tccl_py.experiments.record import Verification
 from tccl_py.experiments.rounds import RunBudget
 from tccl_py.experiments.spec import JobResult, JobSpec, batches, rows_of
@@ -25,6 +27,7 @@ from tccl_py.rank_processes.tasks import RankOutput
 from tccl_py.readers.nccl_topology import read_nccl_topology
 from tests.cluster_plans import NOTHING, cluster_plan, mixed
 from tests.nccl_cases import torn
+from tests.planned import SMALL, plan_of
 from tests.test_nccl_clusters import H200
 from tests.verified import rings_in_log
 
@@ -297,3 +300,19 @@ def test_where_default_nccl_fails_as_well_nothing_is_said_of_the_plan(tmp_path):
     target = target_of(plan, tmp_path)
     with pytest.raises(MeasurementError, match=r"^host gpu2: rank 4"):
         verify_target(target, place_of(plan, hosts), RunBudget(sizes=(1024,)))
+
+
+@pytest.mark.parametrize(
+    ("plan", "hosts", "refused"),
+    [
+        (mixed, ("gpu1", "gpu2", "gpu3", "login"), ""),
+        (mixed, ("gpu1", "gpu3", "login"), "host gpu2: is in the plan, and no rank runs there"),
+        (mixed, ("a", "gpu1", "gpu2", "gpu3", "login"), "host a: runs a rank and is not in"),
+        (mixed, (THIS_HOST,), "host gpu1: is in the plan, and no rank runs there"),
+        (lambda: plan_of(SMALL), (THIS_HOST,), ""),
+        (lambda: plan_of(SMALL), ("gpu1", "gpu2"), "host gpu1: runs a rank and is not in the plan"),
+    ],
+)
+def test_ranks_run_on_the_hosts_of_a_plan_and_nowhere_else(plan, hosts, refused):
+    with pytest.raises(InputError, match=refused) if refused else nullcontext():
+        check_hosts(plan(), hosts)

@@ -111,7 +111,7 @@ def launcher_of(plan: Plan, directory: Path, launcher: Launcher) -> Iterator[Lau
     if launcher.job is not None:
         yield _hosts_launcher(plan, launcher)
         return
-    _check_hosts(plan, [THIS_HOST])
+    check_hosts(plan, [THIS_HOST])
     launcher = machine_launcher(plan, directory, launcher)
     if launcher.nccl_tests is None:
         check_torch()
@@ -245,7 +245,7 @@ def evaluate_plan(
     with ExitStack() as stack:
         parts: list[Part] = []
         if launcher.job is not None:
-            _check_hosts(plan, rank_jobs(launcher.job).hosts, subset=True)
+            check_hosts(plan, rank_jobs(launcher.job).hosts, subset=True)
             for made in jobs_of_tables(plan, directory, gpus):
                 ready = _hosts_launcher(made, launcher, subset=True)
                 parts.append((ready, target_of(made, directory).arms))
@@ -306,7 +306,7 @@ def _check_here(plan: Plan, directory: Path, launcher: Launcher) -> None:
 def _hosts_launcher(plan: Plan, launcher: Launcher, *, subset: bool = False) -> Launcher:
     """Return the launcher with the hosts of a plan: the MPI job's, or a `subset` of these."""
     jobs, dry_run = rank_jobs(launcher.job), launcher.backend == "host"
-    _check_hosts(plan, jobs.hosts, subset=subset)
+    check_hosts(plan, jobs.hosts, subset=subset)
     facts = jobs.described(launcher.backend, interfaces=plan.settings.socket_ifname)
     callers = jobs.surroundings(modules=_NEEDED)
     hosts = []
@@ -325,11 +325,12 @@ def _hosts_launcher(plan: Plan, launcher: Launcher, *, subset: bool = False) -> 
     return replace(launcher, hosts=tuple(hosts), runner=jobs)
 
 
-def _check_hosts(plan: Plan, hosts: Iterable[str], *, subset: bool = False) -> None:
+def check_hosts(plan: Plan, hosts: Iterable[str], *, subset: bool = False) -> None:
     """Check that ranks run on the hosts of a plan, or a `subset` of them, and nowhere else."""
     ranked, planned = set(hosts), set(files_of(plan).graphs)
+    others = planned - ranked if subset else ranked ^ planned
     # THIS_HOST, of a plan or ranks that need no name, comes last.
-    for host in sorted(planned - ranked if subset else ranked ^ planned, reverse=True):
+    for host in sorted(others, key=lambda host: (host == THIS_HOST, host)):
         what = "runs a rank and is not in the plan"
         what = "is in the plan, and no rank runs there" if host in planned else what
         raise InputError(f"host {host or plan_name(plan)}", what, _PLANNED_HOSTS)
