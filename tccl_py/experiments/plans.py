@@ -258,8 +258,8 @@ def evaluate_plan(
             what = "sets nothing that default NCCL has not"
             raise InputError(str(directory), what, "evaluate a plan with variables or a graph file")
         minutes = max(1, round(estimated_seconds(parts, budget) / 60))
-        over = f"{counted(len(parts), 'set')} of GPUs in about {minutes} min"
-        launcher.say(f"{over}; after {budget.seconds:.0f} s no further set is begun")
+        limit = f"; after {budget.seconds:.0f} s no further set is begun" * (len(parts) > 1)
+        launcher.say(f"{counted(len(parts), 'set')} of GPUs in about {minutes} min{limit}")
         names = {arm.name for _, arms in parts for arm in arms}
         recommended = plan.recommended if plan.recommended in names else "default"
         result = run_parts(parts, budget, replace(base, recommended=recommended))

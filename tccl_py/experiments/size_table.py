@@ -281,7 +281,5 @@ def _entry(series: Sequence[RowTimes], run: Sequence[RowTimes], choice: Choice) 
         collective=cast(TunedCollective, run[0].row.collective),
         from_bytes=ends[0],
         to_bytes=ends[1],
-        algorithm=choice.algorithm,
-        protocol=choice.protocol,
-        channels=choice.channels,
+        **asdict(choice),
     )

@@ -12,7 +12,7 @@ import msgspec
 from tccl_py.errors import counted, size_text
 from tccl_py.experiments.record import Verification
 from tccl_py.experiments.size_table import SizeRow, SizeTuning, covers
-from tccl_py.experiments.spec import GIB, KIB, MIB, Choice
+from tccl_py.experiments.spec import GIB, KIB, MIB, Choice, Row
 from tccl_py.files import picked
 from tccl_py.nccl.tuner import TunerEntry
 from tccl_py.report.tables import Column, Columns, lines
@@ -182,11 +182,8 @@ def arm_charts(result: Verification) -> Iterator[SizeChart]:
     tables: tuple[dict[int, Spans], ...] = ({}, {}, {})
     for rows in zip(*(arm.sizes for arm in arms), strict=True):
         for arm, row in zip(arms, rows, strict=True):
-            latency = median_interval([seconds * 1e6 for seconds in row.seconds])
-            per_us = row.gbps * latency.middle
-            low, high = per_us / latency.high, per_us / latency.low
-            bandwidth = Interval(middle=row.gbps, low=low, high=high)
-            for table, span in zip(tables, (row.compared, latency, bandwidth), strict=True):
+            spans = (row.compared, *_times(row, len(result.devices), row.seconds))
+            for table, span in zip(tables, spans, strict=True):
                 if table is not tables[0] or arm.name != "default":
                     table.setdefault(row.bytes, {})[arm.name] = span
     for at, table in enumerate(tables):
@@ -205,12 +202,15 @@ def _spans(row: SizeRow, ranks: int) -> tuple[Spans, Spans, Spans]:
     ratios = {kind: ratios_of(timed.get("default", ()), values) for kind, values in timed.items()}
     speed = {kind: ratio_interval(values) for kind, values in ratios.items() if values}
     speed.pop("default", None)
-    latency = {kind: median_interval([s * 1e6 for s in values]) for kind, values in timed.items()}
-    bandwidth = {
-        kind: median_interval([row.bus_gbps(ranks, s) for s in values])
-        for kind, values in timed.items()
-    }
+    times = {kind: _times(row, ranks, values) for kind, values in timed.items()}
+    latency, bandwidth = ({kind: spans[at] for kind, spans in times.items()} for at in range(2))
     return speed, latency, bandwidth
+
+
+def _times(row: Row, ranks: int, seconds: Sequence[float]) -> tuple[Interval, Interval]:
+    """Return a row's latency in us and its bus bandwidth in a job of so many ranks."""
+    rates = [row.bus_gbps(ranks, value) for value in seconds]
+    return median_interval([1e6 * value for value in seconds]), median_interval(rates)
 
 
 def _chart(name: str, title: str, points: Mapping[int, Spans]) -> SizeChart:

@@ -188,8 +188,8 @@ def evaluation_facts(result: Evaluation) -> tuple[str, str]:
     of = f"{result.machine}, {_kind(result)}: ratios of bus bandwidth to default NCCL"
     if not result.summaries:
         return of, "none: default NCCL has no rate here"
-    ratio = ": its ratio is 1" if result.recommended == "default" else ""
-    return of, f"{CHOICE_WORDS[result.recommended]} is recommended{ratio}"
+    ratio = ", whose ratio is 1" if result.recommended == "default" else ""
+    return of, f"recommended: {CHOICE_WORDS[result.recommended]}{ratio}"
 
 
 def _kind(result: Evaluation) -> str:
