@@ -77,7 +77,7 @@ def test_a_faster_choice_that_is_not_shown_harmless_is_left_and_the_rows_that_ar
     assert {row.bytes for row in graph.unclear} == {1 << n for n in (10, 12, 14, 16, 18, 20)}
     assert headline(found)[0].endswith("at 64 MiB and above, but not shown to lose nothing")
     (line,) = (line for line in facts_of(found) if line.startswith("graph: not taken: "))
-    assert "send/recv of 64 KiB, 1 MiB (0.99)" in line and line.endswith("(--rounds, --seconds)")
+    assert "send/recv of 64 KiB, 1 MiB (0.99)" in line and line.endswith("--rounds --seconds`)")
 
 
 def test_a_plan_for_jobs_without_p2p_is_faster_by_two_fifths_when_tuned():
