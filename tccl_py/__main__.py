@@ -14,7 +14,6 @@ from tccl_py.children import search_path  # noqa: E402
 from tccl_py.launchers import only_serves  # noqa: E402
 
 NOT_USABLE = 2
-_INSTALL = "install it (`pip install .` in its folder), or activate the environment that has it"
 
 # Started by `python -m`, what is imported from here on could be files of the current directory.
 sys.path[:] = search_path()
@@ -39,7 +38,7 @@ def main() -> None:
             sys.exit(INTERRUPTED)
         try:
             if isinstance(error, ModuleNotFoundError):
-                sys.stderr.write(f"tccl: this program: {error}; {_INSTALL}\n")
+                sys.stderr.write(f"tccl: {error}; run `pip install .` in this program's folder\n")
             else:
                 sys.excepthook(type(error), error, error.__traceback__)
         finally:

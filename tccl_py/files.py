@@ -20,7 +20,7 @@ import msgspec
 from tccl_py.errors import InputError, limit_reached, require
 
 MAX_INPUT_BYTES = 32 * 1024 * 1024  # Larger input is refused unread
-_WRITTEN_HERE = "give a file this program wrote"
+_OURS = "give a file this program wrote"
 SPACE = "choose a writable place with free space"
 
 T = TypeVar("T")
@@ -219,9 +219,7 @@ def parsed(kind: type[Any], value: object) -> Any:
     return result
 
 
-def decode_json(
-    text: str, kind: type[T], *, where: str, name: str = "", right: str = _WRITTEN_HERE
-) -> T:
+def decode_json(text: str, kind: type[T], *, where: str, name: str = "", right: str = _OURS) -> T:
     """Decode JSON into a msgspec type, strictly (InputError); messages call the format `name`."""
     try:
         return msgspec.json.decode(text.encode(), type=kind, dec_hook=parsed)

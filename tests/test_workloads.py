@@ -56,18 +56,11 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("names", "fault"),
-    [
-        (["pipelin"], "is neither bundled nor a file"),
-        (["pipeline", "fsdp"], "stands beside others"),
-        (["x" * 300], "File name too long"),
-    ],
-)
-def test_a_workload_that_is_no_file_is_refused_with_the_bundled_names(names, fault):
-    with pytest.raises(InputError, match=fault) as refused:
+@pytest.mark.parametrize("names", [["pipelin"], ["pipeline", "fsdp"]])
+def test_a_workload_that_is_no_file_is_refused_with_the_bundled_names(names):
+    with pytest.raises(InputError, match="is no file") as refused:
         open_workload(names)
-    assert "mixture-of-experts" in refused.value.right or len(names[0]) > 255
+    assert "mixture-of-experts" in refused.value.right
 
 
 @pytest.mark.parametrize("content", WRONG)

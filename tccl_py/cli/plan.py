@@ -62,7 +62,6 @@ HOST_SETS = 1250
 """At 30 a second they take most of the minute in which 8 GPUs are planned: `scripts/plan-cost`."""
 _DRY_SETS = 40
 _IN_JOB = ("under mpirun or srun", "needs no ranks", "start the command by itself")
-_TIMES = "`tccl verify DIR --workload` times it"
 _FOR_ONE = ("", "is about several nodes", f"add --simulate MACHINE --nodes N, or {UNDER_MPI}")
 _OF_PLAN = ("with --extend", "is the plan's own", "leave it out, or plan into a new directory")
 
@@ -220,14 +219,14 @@ def plan_by_workload(
     try:
         job = workload(len(made.orders[0]))
         predicted = predicted_communication(made, job, source)
-        line = f"nothing of your job's communication can be predicted; {_TIMES}"
     except InputError as error:
         predicted, line = None, str(error)
     else:
         # Any doubt is default NCCL.
         made = replace(made, winner="default" if predicted is None else predicted.chosen)
-    if predicted is not None:
-        line = f"{communication_line(predicted)}; {_TIMES}"
+        nothing = "nothing of your job's communication can be predicted"
+        line = nothing if predicted is None else communication_line(predicted)
+        line += "; `tccl verify DIR --workload` times it"
     return replace(made, notices=(*made.notices, line)), predicted, line
 
 

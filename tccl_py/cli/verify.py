@@ -68,9 +68,7 @@ def verify(
     choice: str | None = opt("variables|graph", "Compare this choice alone."),
     rounds: int = opt("N", "Rounds with a job of each choice.", default=RunBudget().rounds),
     sizes: str | None = opt("LIST", "As 4K,1M,256M; 1K to 1G if not given, in a dry run to 4M."),
-    seconds: float | None = opt(
-        "S", "After this no round begins but the first six or seven; 300, in a dry run 30."
-    ),
+    seconds: float | None = opt("S", "No round after this but the first 7; 300, in a dry run 30."),
     collective: str = opt("NAME", f"One of {', '.join(_COLLECTIVES)}.", default="all_reduce"),
     training: bool = flag("--training", "Also time steps of a small GPT."),
     tune: bool = flag("--tune", "Keep better settings: 10 minutes or more."),

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from tccl_py.errors import BudgetSpentError, MeasurementError, SearchError, check_type, require
+from tccl_py.errors import BudgetSpentError, MeasurementError, SearchError, check_type
 from tccl_py.explanation.causes import (
     HURT,
     Cause,
@@ -120,7 +120,6 @@ def explain(
     """
     check_type(plan, "plan", Plan)
     sources = source if isinstance(source, Sequence) else [source]
-    require(sources, "`source`", "has no sources", "give one for each class of hosts")
     share = max_sets // len(sources)
     hosts = [
         _ClassExplainer(plan, number, answers, share) for number, answers in enumerate(sources)

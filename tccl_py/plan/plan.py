@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tccl_py.errors import check_type, require
+from tccl_py.errors import require
 from tccl_py.files import encode_json, write_atomically
 from tccl_py.model.cluster import Cluster, NodeClass
 from tccl_py.model.machine import Knowledge, Machine
@@ -128,7 +128,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """
         from tccl_py.planning.rating import write_directory  # noqa: PLC0415 (is above)
 
-        check_type(directory, "directory", str, Path)
         write_directory(self, Path(directory), source, tables)
 
     def rate(
@@ -383,5 +382,4 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
         Raises InputError: the place cannot be written.
         """
-        check_type(path, "path", str, Path)
         write_atomically(Path(path), encode_json(self))

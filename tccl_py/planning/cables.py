@@ -19,8 +19,7 @@ from tccl_py.planning.host_rings import pairs_of
 
 _NAMED = 4
 _REASONS = {
-    "NCCL_IB_SUBNET_AWARE_ROUTING": "=1 (NCCL 2.30.7 and newer) sends by the NIC in the subnet of "
-    "the next host's",
+    "NCCL_IB_SUBNET_AWARE_ROUTING": "=1 (from NCCL 2.30.7 on) sends by the NIC of the cable",
     "NCCL_IB_MERGE_NICS": "=0 leaves each NIC its own subnet",
     "NCCL_IB_HCA": " fixes the numbers of NICs",
     "NCCL_SOCKET_IFNAME": " fixes the numbers of NICs",

@@ -61,8 +61,7 @@ def cluster_subject(request: PlanRequest, job: Job | None, stack: ExitStack, say
             right = f"{UNDER_MPI}, or name them by `hosts`"
             raise InputError("`extend`", "has no hosts to add", right)
         if job is None:
-            added = _listed(request.nodes, request.hosts)
-            _say_known(known, [host.name for host in added], say)
+            _say_known(known, [h.name for h in _listed(request.nodes, request.hosts)], say)
         models = planned_models(known.plan, request.extend)
     tables = list[KeptTable]()
     if job is not None:

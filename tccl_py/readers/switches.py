@@ -61,7 +61,6 @@ _FORMS = {
     ".uplink_gbps": "give GB/s above 0, as 12.5",
     "": "write switches: and a list of them, each with name: and hosts: or switches:",
 }
-"""The right form by a key on the way to a fault."""
 
 _PAIR = re.compile(r"\s*(?P<key>[A-Za-z0-9_.]+)\s*=\s*(?:\"(?P<quoted>[^\"]*)\"|(?P<plain>\S+))")
 _KEYS = ("switchname", "nodes", "switches", "linkspeed")

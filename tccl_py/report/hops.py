@@ -181,8 +181,8 @@ def cause_words(finding: Finding) -> str:
     kinds = [f"{n} x {kind}" if n > 1 else kind for kind, n in sorted(counts.items())]
     text = f"{', '.join(kinds)}: {finding.gbps:.2f} GB/s"
     if len(finding.flows) > 1:
-        equal = max(finding.each_gbps) < finding.gbps + 0.005
-        text += f"{' each' if equal else ' at least'}, {finding.alone_gbps:.2f} alone"
+        each = " each" if max(finding.each_gbps) < finding.gbps + 0.005 else " at least"
+        text += f"{each}, {finding.alone_gbps:.2f} alone"
         text += ", a collapse" * finding.is_collapse
     return text + (f". Shared: {', '.join(finding.shares)}." if finding.shares else ".")
 

@@ -251,9 +251,7 @@ def _why_not_resumable(path: Path, header: JournalHeader) -> str:
 
 def _described(header: JournalHeader, other: JournalHeader) -> str:
     """Return a journal's machine, and what measurements of the other journal are not valid for."""
-    texts, others = (
-        f"{one}; {'simulated' if one.simulated else 'measured'}".split("; ")
-        for one in (header, other)
-    )
+    kinds = ("measured", "simulated")
+    texts, others = (f"{one}; {kinds[one.simulated]}".split("; ") for one in (header, other))
     differing = "; ".join(text for text in texts if text not in others)
     return f"machine {header.machine}" + f" ({differing})" * bool(differing)

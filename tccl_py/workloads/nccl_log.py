@@ -177,7 +177,7 @@ class _Reader:
             return
         name, root, dtype = match["name"].decode(), int(match["root"]), int(match["dtype"])
         if dtype >= len(_DTYPES) or name not in _KNOWN:
-            unread = f" of the unknown datatype {dtype}" if name in _KNOWN else ""
+            unread = f" of the unknown datatype {dtype}" * (name in _KNOWN)
             self.recording.left_out[name + unread] += 1
             return
         made.operations.add(int(match["op"], 16), transfer=name in _TRANSFERS)

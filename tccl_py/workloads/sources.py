@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 
 from tccl_py.errors import InputError, counted, require
-from tccl_py.files import reading, refused
+from tccl_py.files import reading
 from tccl_py.workloads.assembly import workload_of
 from tccl_py.workloads.bundled import BUNDLED, bundled
 from tccl_py.workloads.inspector import read_inspector
@@ -31,12 +31,9 @@ def open_workload(names: Sequence[str], *, name: str = "", ranks: int = 8) -> Wo
     """
     if len(names) == 1 and names[0] in BUNDLED:
         return bundled(names[0], ranks)
-    for text in names:
-        with refused(Path(text), "cannot be read", "name a readable file"):
-            exists = Path(text).exists()
-        fault = "stands beside others" if text in BUNDLED else "is neither bundled nor a file"
-        right = f"name one of {', '.join(BUNDLED)}, or files of a job"
-        require(exists, f"workload {text[:80]!r}", fault, right)
+    missing = next((text for text in names if not Path(text).exists()), None)
+    right = f"name one bundled workload, of {', '.join(BUNDLED)}, or files of a job"
+    require(missing is None, f"workload {str(missing)[:80]!r}", "is no file", right)
     paths = sorted(chain.from_iterable(_files(Path(text)) for text in names))
     require(paths, ", ".join(names), "has no files", "name the files of a job")
     require(len(paths) <= MAX_FILES, names[0], f"has {len(paths)} files", f"at most {MAX_FILES}")
