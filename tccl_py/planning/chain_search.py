@@ -36,6 +36,7 @@ from tccl_py.planning.request import Rings, Task, rings_under
 from tccl_py.planning.study import (
     Choice,
     Stock,
+    answer_under,
     choice_found,
     condensed_rings,
     measured_well,
@@ -260,11 +261,9 @@ class ClassStudy(ClassRates):
     def _search(
         self, task: HostTask, settings: Settings, rings: Sequence[Rings]
     ) -> SearchResult | None:
-        """Search with a part of the budget that is left; KeyboardInterrupt if interrupted."""
-        result = search_under(task, settings, known=rings, floor=0.0, sets=self._few_sets)
+        """Search with a part of the budget that is left."""
+        result = answer_under(task, settings, rings, sets=self._few_sets)
         if result is not None:
-            if result.cancelled:
-                raise KeyboardInterrupt
             self._spend(result)
         return result
 

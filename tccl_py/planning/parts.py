@@ -1,7 +1,7 @@
 """Parts of a plan's GPUs: which of them get answers, and rings for those of one host.
 
 Rings for parts of one host and chains for jobs over several share the walk over sets (`answered`),
-the task of a set (`Task.over`), and the search under a choice of settings (`search_under`). A ring
+the task of a set (`Task.over`), and the search under a choice of settings (`answer_under`). A ring
 is searched under the plan's settings alone, and compared with NCCL's own rings, for the plugin:
 what is kept is an order and one rate, also for all images of a set (`SubsetRings`). Chains are
 asked for under any settings, in any number and between any NICs, as the other hosts of a job
@@ -30,7 +30,7 @@ from tccl_py.plan.chains import AS_GOOD, Order, SubsetRings, sender_nodes
 from tccl_py.plan.plan import Plan
 from tccl_py.planning.choices import own_gbps
 from tccl_py.planning.request import Task
-from tccl_py.planning.study import Choice, search_under
+from tccl_py.planning.study import Choice, answer_under
 from tccl_py.search.problem import Budget
 
 Answer = TypeVar("Answer")
@@ -185,11 +185,9 @@ def _subset(
     part = msgspec.structs.replace(task.over(gpus), **few)
     # The whole machine's rings without the GPUs that are missing are a good beginning.
     seeds = [tuple(tuple(gpu for gpu in order if gpu in gpus) for order in orders)]
-    result = search_under(part, settings, known=seeds, floor=0.0, sets=SUBSET_BUDGET.sets or 1)
+    result = answer_under(part, settings, seeds, sets=SUBSET_BUDGET.sets or 1)
     if result is None:
         return None
-    if result.cancelled:
-        raise KeyboardInterrupt
     rings = tuple(ring.gpus for ring in result.rings.rings)
     nodes = sender_nodes(task.machine, result.rings.rings) if settings.shm_placement else ()
     return SubsetRings(gpus=gpus, rings=rings, rate_gbps=result.rate_gbps, nodes=nodes)

@@ -156,6 +156,19 @@ def search_under(
         return None
 
 
+def answer_under(
+    task: Task, settings: Settings, known: Sequence[Rings], *, sets: int
+) -> SearchResult | None:
+    """Return the best rings, or chains, over some GPUs; KeyboardInterrupt where it was cancelled.
+
+    The rest is as of `search_under`.
+    """
+    result = search_under(task, settings, known=known, floor=0.0, sets=sets)
+    if result is not None and result.cancelled:
+        raise KeyboardInterrupt
+    return result
+
+
 # The machine's limit for given rings: bare copies over the same hops, all at the same time.
 def limit_gbps(source: BandwidthSource, rings: RingSet, *, assumed: bool) -> float | None:
     """Measure bare copies over the hops of a ring set, by copy engines and by kernels.
