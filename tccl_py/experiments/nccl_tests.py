@@ -106,9 +106,7 @@ def main() -> None:
 
 
 def _results(spec: JobSpec, folder: Path) -> list[JobResult]:
-    timed: tuple[Line, ...] = ()
-    compared: tuple[Line, ...] = ()
-    text = ""
+    text, timed, compared = "", tuple[Line, ...](), tuple[Line, ...]()
     name = Path(spec.nccl_tests).name
     sizes = [row.bytes for row in spec.rows if row.over_all and row.collective == PROGRAMS[name]]
     if spec.checks or not sizes:

@@ -89,26 +89,20 @@ class Preflight(msgspec.Struct, frozen=True, kw_only=True):
         """Return all reasons to keep jobs off, faults of collectives first."""
         jobs, drift = self.collectives, self.drift
         lost = [
-            Problem(f"transfers {lost}", why, "measurable", "nothing")
-            for lost, why in drift.lost.items()
+            Problem(f"transfers {transfers}", why, "measurable", "nothing")
+            for transfers, why in drift.lost.items()
         ]
-        rates = [
-            (f"{row.flow} in {row.transfers}", row.was_gbps, row.is_gbps)
-            for row in drift.changes
-            if row.ratio < 1
-        ]
+        fell = (row for row in drift.changes if row.ratio < 1)
+        rates = [(f"{row.flow} in {row.transfers}", row.was_gbps, row.is_gbps) for row in fell]
         cause = drift.points_to if rates or lost else ""
         rates += [
             (f"{jobs.collective} of {size_text(row.bytes)}", row.expected_gbps or 0, row.gbps)
             for row in jobs.slower
         ]
-        fallen = (
-            Problem(
-                f"bandwidth of {of}", cause or _UNEXPLAINED, f"{was:.2f} GB/s", f"{now:.2f} GB/s"
-            )
-            for of, was, now in rates
-        )
-        return (*jobs.problems, *lost, *fallen)
+        for of, was, now in rates:
+            before, after = f"{was:.2f} GB/s", f"{now:.2f} GB/s"
+            lost.append(Problem(f"bandwidth of {of}", cause or _UNEXPLAINED, before, after))
+        return (*jobs.problems, *lost)
 
     @property
     def ok(self) -> bool:

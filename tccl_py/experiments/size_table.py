@@ -201,11 +201,8 @@ def confirm(
         _fresh(row, {name: of.get(row.plain, ()) for name, of in timed.items()}, plan)
         for row in rows
     ]
-    slower = {
-        (row.collective, row.bytes)
-        for row in confirmed
-        if row.fresh is not None and row.fresh.middle < NO_HARM
-    }
+    lost = (row for row in confirmed if row.fresh is not None and row.fresh.middle < NO_HARM)
+    slower = {(row.collective, row.bytes) for row in lost}
     for at, row in enumerate(confirmed):
         sound = row.gained and (row.collective, row.bytes) not in slower
         confirmed[at] = replace(row, kept=sound and row.gains and not row.harms)

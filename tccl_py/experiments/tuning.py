@@ -58,10 +58,9 @@ def run_tuning(
 ) -> tuple[Target, Verification]:
     """Try other settings for a plan, verified by `first`; its directory does not change.
 
-    Return the best plan and its verification; the given plan where none is better.
-
-    The best settings are compared with training steps as well: more channels can be faster alone
-    and take from computation at the same time. The sweep ends after `seconds`.
+    Return the best plan and its verification; the given plan where none is better. The best
+    settings are compared with training steps as well: more channels can be faster alone and take
+    from computation at the same time. The sweep ends after `seconds`.
     """
     begun = time.monotonic() - first.seconds
     # 1. Try candidates, one job each.
@@ -72,13 +71,10 @@ def run_tuning(
     careful = replace(budget, training=True)
     judged, compared = _judged_by_winner(first), list[tuple[Target, Verification]]()
     for _ in range(ATTEMPTS):
-        fastest = {name: _fastest(trials, name) for name in plan.choices}
-        best_of = {name: trial for name, trial in fastest.items() if trial is not None}
-        changes = {
-            name: trial.settings
-            for name, trial in best_of.items()
-            if trial.settings != plan.choices[name]
-        }
+        fastest = ((name, _fastest(trials, name)) for name in plan.choices)
+        best_of = {name: trial for name, trial in fastest if trial is not None}
+        settings = {name: trial.settings for name, trial in best_of.items()}
+        changes = {name: best for name, best in settings.items() if best != plan.choices[name]}
         # Predictions cannot be compared with job throughput: use the jobs' for all choices.
         rates = {"default": tried[0].gbps, **{name: trial.gbps for name, trial in best_of.items()}}
         changed = plan.retuned(changes, rates) if changes else plan
@@ -134,14 +130,12 @@ def _trials(plan: Target, sweep: Sweep, *, deadline: float) -> list[Tried]:
     trials = sweep.run(list(plan.choices.items()))
     for steps in zip_longest(*(stages(plan, name) for name in plan.choices)):
         tried = {(trial.arm, trial.settings) for trial in trials}
-        asked_for: dict[Candidate, None] = {}
+        candidates: dict[Candidate, None] = {}
         for name, stage in zip(plan.choices, steps, strict=True):
             best = _fastest(trials, name)
             base = plan.choices[name] if best is None else best.settings
-            asked_for |= dict.fromkeys(
-                (name, settings) for settings in (stage(base) if stage else ())
-            )
-        waiting = [pair for pair in asked_for if pair not in tried and plan.permits(*pair)]
+            candidates |= {(name, settings): None for settings in (stage(base) if stage else ())}
+        waiting = [pair for pair in candidates if pair not in tried and plan.permits(*pair)]
         while waiting and time.monotonic() < deadline:
             count = sweep.at_once
             trials += sweep.run(waiting[:count])
