@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from tccl_py.experiments.calls import GRAPH_CALLS, GRAPHED_BYTES, time_calls, timed_batch, warm_up
-from tccl_py.experiments.rank import TrainingStep
 from tccl_py.rank_processes.rank import Communicator
+from tccl_py.rank_processes.training import TrainingStep
 
 needs_torch = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None, reason="torch is not installed"
