@@ -103,6 +103,14 @@ def test_show_names_rings_slowest_hops_bound_stock_and_provenance(directory):
     assert "(slowest)" not in text  # All are alike.
 
 
+@pytest.mark.parametrize(("winner", "said"), [("graph", False), ("variables", True)])
+def test_rings_are_said_to_be_the_graph_files_where_another_choice_is_recommended(
+    winner, said, tmp_path
+):
+    write_plan(msgspec.structs.replace(plan_of(ASUS), winner=winner), tmp_path)
+    assert ("rings of the graph file" in done("show", tmp_path).stdout) == said
+
+
 def texts_of_nccl(directory):
     """The files below nccl/, but for the plugin's library, which is there where it was built."""
     return [path for path in (directory / "nccl").rglob("*.*") if path.suffix != ".so"]

@@ -117,7 +117,8 @@ def print_plan(plan: Plan, console: Console) -> None:
     console.print(plan.advice, style=GOOD)
     if len(plan.cluster.classes) > 1:
         print_table(console, _class_table(plan))
-    print_table(console, _ring_table(plan))
+    title = "" if plan.recommended == "graph" else "rings of the graph file"
+    print_table(console, _ring_table(plan), title=title)
     hidden = len(_used_paths(plan)) - _MOST_PATHS
     if hidden > 0:
         console.print(f"and {hidden} more host paths; `tccl show --hops` lists all")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tccl_py.errors import InputError
+from tccl_py.errors import InputError, require
 from tccl_py.files import picked
 from tccl_py.model.cluster import Cluster, cabled_nics, check_cluster, compress
 from tccl_py.model.reports import HostReport, cluster_of, split
@@ -57,9 +57,8 @@ def cluster_subject(request: PlanRequest, job: Job | None, stack: ExitStack, say
             fault = f"has {'simulated' if known.plan.simulated else 'measured'} rates"
             raise InputError(str(request.extend), fault, "add hosts with such rates")
         named = request.hosts or (request.nodes is not None and request.simulate)
-        if job is None and not named:
-            right = f"{UNDER_MPI}, or name them by `hosts`"
-            raise InputError("`extend`", "has no hosts to add", right)
+        right = f"{UNDER_MPI}, or name them by `hosts`"
+        require(job is not None or named, "`extend`", "has no hosts to add", right)
         if job is None:
             _say_known(known, [h.name for h in _listed(request.nodes, request.hosts)], say)
         models = planned_models(known.plan, request.extend)
