@@ -53,9 +53,8 @@ def cluster_subject(request: PlanRequest, job: Job | None, stack: ExitStack, say
     models: Models = {}
     if known is not None and request.extend is not None:
         mixed = job is not None if known.plan.simulated else request.simulate is not None
-        if mixed:
-            fault = f"has {'simulated' if known.plan.simulated else 'measured'} rates"
-            raise InputError(str(request.extend), fault, "add hosts with such rates")
+        fault = f"has {'simulated' if known.plan.simulated else 'measured'} rates"
+        require(not mixed, str(request.extend), fault, "add hosts with such rates")
         named = request.hosts or (request.nodes is not None and request.simulate)
         right = f"{UNDER_MPI}, or name them by `hosts`"
         require(job is not None or named, "`extend`", "has no hosts to add", right)
