@@ -30,7 +30,7 @@ from tccl_py.readers.live import driver_facts
 
 Say = Callable[[str], None]
 DRY_RUN = (
-    "DRY RUN: rates of host memory say nothing about GPUs, NCCL stays as it is (`force` exports)"
+    "DRY RUN: rates of host memory say nothing about GPUs, NCCL stays as it is (tccl env --force)"
 )
 
 
