@@ -223,8 +223,11 @@ def test_no_dealing_of_doubled_cables_exceeds_the_bound_of_hosts_of_several_gpus
     cluster = msgspec.structs.replace(cluster, cables=cables)
     under = msgspec.structs.replace(SETTINGS, channels=count)
     node = node_of(cluster.classes[0], source, budget=EXACT, cabled=True)
-    chosen = msgspec.structs.replace(node.best_under(under, count), chosen=True)
-    node.add_best(under, chosen)
+    node.best_under(under, count)
+    table = node.table()
+    chosen = tuple(msgspec.structs.replace(row, chosen=row.best) for row in table.answers)
+    table = msgspec.structs.replace(table, answers=chosen)
+    node = ClassStudy(cluster.classes[0], node.task, table)
     rings, _ = best_rings(cluster, [node])
     rates = set_rates(gpus, 2, source, under, rings.rings)
     best = 0.0

@@ -15,7 +15,7 @@ import msgspec
 from tccl_py.errors import InputError
 from tccl_py.files import check_version, decode_json, encode_line, picked, read_text
 from tccl_py.model.cluster import NodeClass, gpus_text, shown
-from tccl_py.model.rings import Hop
+from tccl_py.model.rings import Hop, Ring
 from tccl_py.nccl.graph_search import DefaultChain
 from tccl_py.nccl.network import NicPair
 from tccl_py.nccl.settings import Settings, check_settings
@@ -91,10 +91,10 @@ class ClassRates:
     """The rates of chains on the hosts of a class by a table; a ClassStudy searches for further.
 
     `plain` is default NCCL, or the reason why it has no rate; `stock` has the variables without
-    which it has none. `cancelled` tells of an interruption.
+    which it has none. `searches` tells a study, and `cancelled` of its interruption.
     """
 
-    cancelled, sets_by_symmetry = False, 0
+    searches, cancelled, sets_by_symmetry = False, False, 0
 
     def __init__(self, node_class: NodeClass, kept: KeptTable) -> None:
         self.node_class, self.kept = node_class, kept
@@ -124,8 +124,9 @@ class ClassRates:
         return sorted(chosen, key=lambda choice: (-choice[1].rate_gbps, first[choice[0]]))
 
     def may_answer(self, settings: Settings, count: int) -> bool:
-        """Return whether `best_under` may find chains."""
-        return self._best.get((settings, count)) is not None
+        """Return whether `best_under` may find chains: they share the channels evenly."""
+        stored = self._best.get((settings, count)) is not None
+        return stored or (self.searches and settings.channels % count == 0)
 
     def best_under(self, settings: Settings, count: int) -> KeptChains | None:
         """Return the best set of so many chains; None if there is none."""
@@ -145,14 +146,15 @@ class ClassRates:
         """Return what no set of so many chains exceeds, whichever NICs; None if it is not known."""
         return None
 
-    def hops_of(self, chains: KeptChains) -> list[list[Hop]]:
-        """Return the hops of each chain."""
+    def rings_of(self, chains: KeptChains) -> tuple[Ring, ...]:
+        """Return the hops of each chain, as rings through the world outside."""
         hops = list(self._hops)
-        return [[hops[number] for number in chain] for chain in chains.chains]
+        return tuple(Ring(tuple(hops[number] for number in row)) for row in chains.chains)
 
     def plan_chains(self, chains: KeptChains) -> tuple[PlanChain, ...]:
         """Return chains of the table with their hops."""
-        return tuple(map(plan_chain, self.hops_of(chains), chains.gbps))
+        hops = (ring.hops for ring in self.rings_of(chains))
+        return tuple(map(plan_chain, hops, chains.gbps))
 
     def all_chains(self) -> Iterator[tuple[Settings, PlanChain]]:
         """Yield all chains of the table."""

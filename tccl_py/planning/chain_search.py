@@ -140,6 +140,8 @@ class ClassStudy(ClassRates):
     Raises SearchError: no chains can be built. MeasurementError: the source cannot measure them.
     """
 
+    searches = True
+
     def __init__(
         self,
         node_class: NodeClass,
@@ -160,7 +162,8 @@ class ClassStudy(ClassRates):
         allow()
         for choice in bests.values():
             with suppress(BudgetSpentError):
-                self.add_best(choice.settings, self._best_of(choice, chosen=True))
+                best = self._best_of(choice, chosen=True)
+                self._best[choice.settings, len(best.pairs)] = best
 
     def _explored(self, node_class: str) -> KeptTable:
         """Search over settings; return a table without the answers, which are `_searched`."""
@@ -222,14 +225,6 @@ class ClassStudy(ClassRates):
         marks = picked(choice, "rate_gbps", "bound_gbps", "bound_assumptions")
         return msgspec.structs.replace(best, **marks, best=True, chosen=chosen)
 
-    def add_best(self, settings: Settings, chains: KeptChains) -> None:
-        """Store the best set of so many chains."""
-        self._best[settings, len(chains.pairs)] = chains
-
-    def may_answer(self, settings: Settings, count: int) -> bool:
-        """Return whether `best_under` may find chains: they share the channels evenly."""
-        return super().may_answer(settings, count) or settings.channels % count == 0
-
     def best_under(self, settings: Settings, count: int) -> KeptChains | None:
         """Return the best set of so many chains, searched for where it is not known."""
         key = settings, count
@@ -252,8 +247,8 @@ class ClassStudy(ClassRates):
             return None
         task = msgspec.structs.replace(self.task, ring_counts=(count,), uneven=True)
         best = self.best_under(settings, count)
-        seed = () if best is None else tuple(Ring(tuple(h)) for h in self.hops_of(best))
-        result = self._search(task, settings, [seed] if seed else [])
+        known = [] if best is None else [self.rings_of(best)]
+        result = self._search(task, settings, known)
         if result is None or result.bound_gbps is None:
             return None
         return result.bound_gbps, result.assumptions
@@ -303,8 +298,8 @@ class ClassStudy(ClassRates):
             return None, None
         best = self.best_under(settings, len(pairs))
         if best is not None and best.pairs == pairs:
-            rings = RingSet(tuple(Ring(tuple(hops)) for hops in self.hops_of(best)))
-            return rings, None if best.bound_assumptions else best.bound_gbps
+            bound = None if best.bound_assumptions else best.bound_gbps
+            return RingSet(self.rings_of(best)), bound
         task = msgspec.structs.replace(
             task, ring_counts=(len(pairs),), pairing=Pairing(pairs), strategy="best-first"
         )

@@ -216,7 +216,7 @@ def _small_jobs(
                 yield part_of(cluster, part), [nodes[n] for n in {of[name]: 0 for name in part}]
         return
     combined = combinations_with_replacement(nodes, 2)
-    pairs = [pair for pair in combined if any(isinstance(node, ClassStudy) for node in pair)]
+    pairs = [pair for pair in combined if any(node.searches for node in pair)]
     for pair in sorted(pairs, key=lambda pair: abs(len(pair[0].gpus) - len(pair[1].gpus))):
         used = list(dict.fromkeys(pair))
         hosts = tuple(

@@ -159,10 +159,7 @@ def search_under(
 def answer_under(
     task: Task, settings: Settings, known: Sequence[Rings], *, sets: int
 ) -> SearchResult | None:
-    """Return the best rings, or chains, over some GPUs; KeyboardInterrupt where it was cancelled.
-
-    The rest is as of `search_under`.
-    """
+    """Search as `search_under` does; KeyboardInterrupt where the search was interrupted."""
     result = search_under(task, settings, known=known, floor=0.0, sets=sets)
     if result is not None and result.cancelled:
         raise KeyboardInterrupt

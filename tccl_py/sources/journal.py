@@ -90,10 +90,7 @@ def read_journal(path: Path) -> JournalContents:
         why = "a rate of 0 GB/s, or flows that did not run together"
         notices.insert(0, f"{path}: {notice} ({why}); what is needed is measured again")
     return JournalContents(
-        header=header,
-        measurements=measurements,
-        notices=tuple(notices),
-        whole_bytes=whole_bytes,
+        header=header, measurements=measurements, notices=tuple(notices), whole_bytes=whole_bytes
     )
 
 

@@ -78,11 +78,7 @@ class MeasurementOptions(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         # The comparison is written so that NaN fails it.
         if not (isinstance(self.target, (int, float)) and 0 < self.target <= 1):
-            raise InputError(
-                "target",
-                f"is {self.target}",
-                "above 0 and at most 1, as 0.01",
-            )
+            raise InputError("target", f"is {self.target}", "above 0 and at most 1, as 0.01")
         if self.meeting not in get_args(FlowCoupling):
             where = f"meeting {self.meeting[:20]!r}"
             raise InputError(where, "is not known", f"one of {', '.join(get_args(FlowCoupling))}")
