@@ -21,6 +21,7 @@ from tccl_py.plan.size_choices import size_basis, size_json, size_lines, size_no
 from tccl_py.plan.text import assumptions
 from tccl_py.planning.opening import Subject
 from tccl_py.planning.request import DEFAULT_BUDGET, PlanRequest
+from tccl_py.simulator.descriptions import usual_gts
 from tccl_py.simulator.model import gpu_names, provenances_text
 
 SECONDS = 40.0
@@ -157,6 +158,8 @@ def _sure(plan: Plan, subject: Subject) -> str:
     if subject.model is not None:
         level = "low" if plan.assumed else "medium"
         basis = "" if subject.model.source else f", {subject.model.note}"
+        if basis and any(gpu.link.speed_gts is None for gpu in plan.machine.gpus):
+            basis += f", {usual_gts(plan.machine):g} GT/s where none is known"
         return f"{level}: by a model with {provenances_text(subject.model)} parameters{basis}{cut}"
     error = f", 95 % interval ±{plan.error:.1%}" if plan.error else ""
     sets = counted(plan.sets_measured, "set")

@@ -55,13 +55,11 @@ def _shared(name: str, at: Links, figure: Figure, counts: Traffic = _ALL) -> Cap
 
 def model_for(machine: Machine, knowledge: Knowledge | None = None) -> MachineModel:
     """Return a model of `machine` by data sheets and other machines: `assumed`, without rules."""
-    unknown = any(gpu.link.speed_gts is None for gpu in machine.gpus)
-    usual = f", {_lanes(machine, PciLink()) * GEN5_GTS:g} GT/s where none is known" * unknown
     intel = {node.vendor for node in machine.numa_nodes} & _DEVICE_CACHE_VENDORS
     model = MachineModel(
         format_version=MODEL_VERSION,
         name=machine.name,
-        note=f"capacities assumed from link speeds and widths{usual}",
+        note="capacities assumed from link speeds and widths",
         machine=machine,
         knowledge=knowledge or Knowledge(),
         capacities=(
@@ -95,9 +93,13 @@ def _pci_capacities(machine: Machine) -> Iterable[Capacity]:
         )
 
 
+def usual_gts(machine: Machine) -> float:
+    """Return the speed that links of unknown speed are assumed to have, GT/s."""
+    return _by_threshold(_SM_LINK_GTS, max((gpu.sm or 0) for gpu in machine.gpus))
+
+
 def _lanes(machine: Machine, link: PciLink) -> float:
-    usual = _by_threshold(_SM_LINK_GTS, max((gpu.sm or 0) for gpu in machine.gpus))
-    speed = link.speed_gts or usual
+    speed = link.speed_gts or usual_gts(machine)
     return speed * (link.lanes or DEFAULT_WIDTH) / (GEN5_GTS * DEFAULT_WIDTH)
 
 
