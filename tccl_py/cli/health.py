@@ -36,10 +36,11 @@ from tccl_py.experiments.preflight import (
     measure_plan_again,
 )
 from tccl_py.files import encode_json
-from tccl_py.health.doctor import Diagnosis, check_network, examine, plugin_complaints, this_host
+from tccl_py.health.doctor import Diagnosis, check_network, examine, this_host
 from tccl_py.health.drift import Drift, Effort, drift_json, metric_labels, prometheus_text
 from tccl_py.health.drift_statistics import SMALLEST, Comparison
 from tccl_py.health.host import Defect, DriverState, HostState
+from tccl_py.health.plugin import plugin_complaints
 from tccl_py.model.measurement import IN_DRY_RUN
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import plan_in

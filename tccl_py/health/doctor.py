@@ -1,25 +1,21 @@
-"""The doctor: checks of NCCL and of its plugin on a host, the table of all checks, a diagnosis."""
+"""The doctor: checks of NCCL on a host, the table of all checks, a diagnosis."""
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
-import json
 import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from tccl_py.delivery.plugin import PLUGIN_VARIABLE, why_not_trusted
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.health.checks import HOST_CHECKS
 from tccl_py.health.host import (
+    ENVIRONMENT,
     SEVERITIES,
     Defect,
     DriverState,
@@ -28,181 +24,28 @@ from tccl_py.health.host import (
     Unseen,
     cut,
     defect,
+    in_force,
+    lines_of,
     listed,
     rules,
 )
 from tccl_py.health.network import check_functions, unfit_interfaces, unfit_nics
+from tccl_py.health.plugin import check_plugin
 from tccl_py.nccl.asked import ring_words
-from tccl_py.nccl.plugin import LIBRARY
-from tccl_py.nccl.plugin.index import (
-    INDEX_HEAD,
-    INDEX_VARIABLE,
-    MAX_GRAPH_BYTES,
-    MAX_INDEX_BYTES,
-    digest,
-)
 from tccl_py.nccl.variables import similar_name
 from tccl_py.nccl.versions import (
-    NEWER_VARIABLE,
     unchecked,
     version_facts,
-    why_no_plugin,
 )
 from tccl_py.nccl_library import (
-    CONF_VARIABLE,
-    HOST_FILE,
     ConfLine,
-    conf_lines,
     home,
     installed_nccls,
 )
-from tccl_py.plan.staging import MANIFEST_FILE
 from tccl_py.planning.installed_nccl import asked_here
 from tccl_py.readers.live import driver_facts
 from tccl_py.readers.sysfs import normal_bus_id
 from tccl_py.sources.profiled import conditions_of
-
-# The NCCL plugin on a host: the variables that load it, and what keeps jobs from their plan.
-ENVIRONMENT = "the environment"
-_CONFLICTING = {
-    "NCCL_NET_PLUGIN": "if NCCL takes its network, later communicators get default NCCL",
-    "NCCL_TUNER_PLUGIN": "its tuner decides on algorithms and channels, whatever the plan has",
-}
-_AGAIN = "tccl install DIR, after `tccl plan --force` where the machine or tccl-py has changed"
-_NEWER = "tccl install --newer-nccl DIR, which tries a later NCCL here, or --no-plugin"
-_UUID = re.compile(r"GPU UUID:\s*(GPU-[0-9a-f-]{36})\s", re.ASCII)
-
-
-def lines_of(host: HostState) -> list[ConfLine]:
-    """Return the lines of NCCL's files, the user's first."""
-    paths = (host.environment.get(CONF_VARIABLE) or f"{host.home}/.nccl.conf", str(HOST_FILE))
-    return [line for path in paths for line in conf_lines(host.data(path) or b"", where=path)]
-
-
-def in_force(host: HostState) -> dict[str, ConfLine]:
-    """Return the variables of jobs by name: the environment's, then the first of the files."""
-    settings = host.environment.items()
-    variables = {
-        name: ConfLine(name=name, value=text, where=ENVIRONMENT) for name, text in settings
-    }
-    for line in lines_of(host):
-        variables.setdefault(line.name, line)
-    return variables
-
-
-def check_plugin(host: HostState) -> Results:
-    """Report a plugin that is installed and does not work, or not for every NCCL here."""
-    variables, files = in_force(host), lines_of(host)
-    installed = [line for line in files if line.name in (PLUGIN_VARIABLE, INDEX_VARIABLE)]
-    named, index = variables.get(PLUGIN_VARIABLE), variables.get(INDEX_VARIABLE)
-    ours = any(Path(line.value).name == LIBRARY for line in (*installed, *filter(None, [named])))
-    if not ours and index is None:
-        return
-    place = named or index or installed[0]
-    for fault, fix in _plugin_faults(host):
-        yield defect("plugin", place.where, what=fault, fix=fix)
-    for name, effect in _CONFLICTING.items():
-        line = variables.get(name)
-        if line is not None and line.value not in ("", "none"):
-            fault = f"{name}={line.value[:60]} is set beside the plugin"
-            yield defect("plugin", line.where, severity="note", what=fault, why=effect, fix="")
-    newest = variables.get(NEWER_VARIABLE, ConfLine(name=NEWER_VARIABLE, value="", where=""))
-    for nccl in host.nccl or ():
-        try:
-            why = why_no_plugin(nccl.version, newest=newest.value)
-        except InputError as error:
-            why = why_no_plugin(nccl.version)
-            fault = f"{error.where} {error.what}"
-            yield defect("plugin", newest.where, what=fault, fix=error.right)
-        if why:
-            yield defect("plugin", nccl.source, severity="note", what=why, fix=_NEWER)
-
-
-def plugin_complaints() -> list[str]:
-    """Return what keeps an installed plugin from its plan on this host, as sentences."""
-    host = HostState(home=str(home()), environment=dict(os.environ))
-    results = [result for result in check_plugin(host) if isinstance(result, Defect)]
-    return [f"{bad.where}: {bad.what}" for bad in results if bad.severity != "note"]
-
-
-def _plugin_faults(host: HostState) -> Iterator[tuple[str, str]]:
-    """Yield what keeps the plugin from working, and the remedy."""
-    variables = in_force(host)
-    named, index = variables.get(PLUGIN_VARIABLE), variables.get(INDEX_VARIABLE)
-    if named is None or Path(named.value).name != LIBRARY:
-        state = "is not set" if named is None else f"names another plugin, {named.value[:60]}"
-        fix = f"unset it; TCCL_ENV_PLUGIN_NEXT=PATH loads another plugin behind {LIBRARY}"
-        yield f"{PLUGIN_VARIABLE} {state}: the plan is not used", fix
-    elif not host.has(named.value):
-        yield f"the plugin's library {named.value} is missing", _AGAIN
-    elif host.root == Path("/") and (why := _why_not_loadable(named.value)):
-        yield f"the plugin's library does not load: {why}", _AGAIN
-    if index is None:
-        yield f"{INDEX_VARIABLE} is not set: the plugin has no plan", _AGAIN
-    elif why := _why_unusable(host, Path(index.value)):
-        yield f"the plugin does not use {index.value}: {why}", _AGAIN
-    else:
-        data = host.data(index.value, limit=MAX_INDEX_BYTES) or b""
-        for name, value in re.findall(r"^need (\S+) (\S+)$", data.decode("ascii", "replace"), re.M):
-            line = variables.get(name)
-            if line is None or line.value.lower() != value.lower():
-                state = "is not set" if line is None else f"is {line.value[:60]}"
-                yield f"{name} {state}, so that all jobs get default NCCL", f"set {name}={value}"
-
-
-def _why_not_loadable(path: str) -> str:
-    try:
-        ctypes.CDLL(path)
-    except OSError as error:
-        return str(error)
-    return ""
-
-
-def _why_unusable(host: HostState, path: Path) -> str:
-    """Return why an index is damaged or stale, as a clause; "" if nothing speaks against it."""
-    data = host.data(str(path), limit=MAX_INDEX_BYTES)
-    if data is None:
-        return "it is missing"
-    head, _, body = data.partition(b"digest ")
-    written_digest, _, body = body.partition(b"\n")
-    if head != INDEX_HEAD and head.startswith(b"tccl-index "):
-        return "another version of tccl-py wrote it"
-    if head != INDEX_HEAD or written_digest.decode("ascii", "replace") != digest(body):
-        return "it is damaged"
-    if host.root == Path("/"):
-        with suppress(OSError):
-            if why := why_not_trusted(path):
-                return why
-    recorded = None
-    manifest = host.data(str(path.parent.parent / MANIFEST_FILE), limit=MAX_INDEX_BYTES)
-    with suppress(ValueError, KeyError):
-        recorded = json.loads(manifest or b"{}")["files"].get(f"nccl/{path.name}", "")
-    if recorded not in (None, hashlib.sha256(data).hexdigest()):
-        return "it is not the index of the plan beside it"
-    fields = [line.split(" ") for line in body.decode("ascii", "replace").splitlines()]
-    return next((why for words in fields if (why := _why_not(host, path.parent, words))), "")
-
-
-def _why_not(host: HostState, folder: Path, words: list[str]) -> str:
-    """Return why a line of an index does not hold on a host, as a clause."""
-    kind, value = words[0], words[1] if len(words) > 1 else "-"
-    driver = host.driver_version().partition(".")[0]
-    if kind == "driver" and driver and value not in ("-", driver):
-        return f"it is for driver {value}, and this is {driver}"
-    if kind == "numa" and value not in ("-", str(len(host.numa_nodes()))):
-        return f"it is for {value} NUMA nodes, and this host has {len(host.numa_nodes())}"
-    if kind == "gpu":
-        uuid = _UUID.search(host.text(f"proc/driver/nvidia/gpus/{words[2]}/information") + "\n")
-        if uuid is not None and words[3] not in ("-", uuid[1]):
-            return f"GPU {value} was {words[3]} and is {uuid[1]}"
-        if host.gpus and words[2] not in host.gpus:
-            return f"GPU {value} at {words[2]} is gone"
-    if kind == "set":
-        graph = host.data(str(folder / words[2]), limit=MAX_GRAPH_BYTES)
-        if graph is None or digest(graph) != words[3]:
-            return f"{words[2]} is missing or was changed"
-    return ""
-
 
 _NAME = re.compile(r"NCCL_[A-Z0-9_]{1,60}", re.ASCII)
 _JOB_FIX = "set it only in jobs that use exactly those GPUs: `tccl env DIR --gpus LIST`"

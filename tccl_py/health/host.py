@@ -1,4 +1,4 @@
-"""A host as files and answers of its driver; findings about a host."""
+"""A host as files, answers of its driver and variables in force; findings about a host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import msgspec
 
 from tccl_py.model.machine import PeerAccess
 from tccl_py.nccl.asked import NcclAnswer
-from tccl_py.nccl_library import InstalledNccl
+from tccl_py.nccl_library import CONF_VARIABLE, HOST_FILE, ConfLine, InstalledNccl, conf_lines
 from tccl_py.readers.live import GpuFacts
 from tccl_py.readers.sysfs import DEVICES, HostFiles, bus_order, normal_bus_id
 
@@ -25,6 +25,8 @@ _NVIDIA = "0x10de"
 _BUS_ID = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", re.ASCII)
 _DRIVER = re.compile(r"Kernel Module\b.*?\s([0-9]{3,4}(?:\.[0-9]{1,4}){1,2})\b")
 _SHOWN, _SHOWN_CHARACTERS = 6, 60
+ENVIRONMENT = "the environment"
+"""Where a variable stands that is in no file."""
 
 Severity = Literal["hang", "slow", "note"]
 SEVERITIES: tuple[Severity, ...] = ("hang", "slow", "note")
@@ -185,3 +187,20 @@ class HostState(HostFiles):
         if self.has(".dockerenv") or self.has("run/.containerenv"):
             return True
         return any(word in self.text("proc/1/cgroup") for word in ("docker", "kubepods", "lxc"))
+
+
+def lines_of(host: HostState) -> list[ConfLine]:
+    """Return the lines of NCCL's files, the user's first."""
+    paths = (host.environment.get(CONF_VARIABLE) or f"{host.home}/.nccl.conf", str(HOST_FILE))
+    return [line for path in paths for line in conf_lines(host.data(path) or b"", where=path)]
+
+
+def in_force(host: HostState) -> dict[str, ConfLine]:
+    """Return the variables of jobs by name: the environment's, then the first of the files."""
+    settings = host.environment.items()
+    variables = {
+        name: ConfLine(name=name, value=text, where=ENVIRONMENT) for name, text in settings
+    }
+    for line in lines_of(host):
+        variables.setdefault(line.name, line)
+    return variables
