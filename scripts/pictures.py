@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from tccl_py.plan.load import load_plan
-from tccl_py.report.page import Scheme, drawing
+from tccl_py.report.drawing import Scheme, drawing
 
 ROOT = Path(__file__).resolve().parent.parent
 PLAN = ROOT / "plans" / "asus-esc8000a-e13p.json"

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from tccl_py.planning.request import search_problem as search_problem
     from tccl_py.readers.live import discover_machine as discover_machine
     from tccl_py.readers.switches import read_switches as read_switches
-    from tccl_py.report.page import drawing as drawing
+    from tccl_py.report.drawing import drawing as drawing
     from tccl_py.search.problem import Budget as Budget
     from tccl_py.search.strategies import Run as Run
     from tccl_py.search.strategies import find_rings as find_rings
@@ -75,7 +75,7 @@ _NAMES = {
     "plan.directory": "write_plan",
     "readers.live": "discover_machine",
     "readers.switches": "read_switches",
-    "report.page": "drawing",
+    "report.drawing": "drawing",
     "search.problem": "Budget",
     "search.strategies": "Run find_rings",
     "simulator.descriptions": "bundled_names load_machine",
@@ -90,7 +90,7 @@ __all__ = sorted(_HOMES)  # noqa: PLE0605 (`_HOMES` names them)
 def __getattr__(name: str) -> Any:
     """Load a public name from the name's module."""
     if "IPython" in sys.modules:
-        import_module("tccl_py.report.page")
+        import_module("tccl_py.report.drawing")
     if name not in _HOMES:
         raise AttributeError(f"module 'tccl_py' has no attribute {name!r}")
     return getattr(import_module(f"tccl_py.{_HOMES[name]}"), name)

@@ -1,34 +1,25 @@
-"""The HTML page of a plan's directory, and drawings of machines, plans and rings in notebooks.
-
-Importing this module gives machines, plans and rings their `_repr_svg_`.
-"""
+"""The HTML page of a plan's directory."""
 
 from __future__ import annotations
 
-import functools
 import os
-import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
 
-import jinja2
 import msgspec
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from tccl_py import __version__
-from tccl_py.errors import InputError, check_type, visible
-from tccl_py.explanation.paths import Paths
+from tccl_py.errors import InputError
 from tccl_py.files import refused
 from tccl_py.health.host import listed
 from tccl_py.model.cluster import compress
-from tccl_py.model.machine import Machine, NumaNode
+from tccl_py.model.machine import NumaNode
 from tccl_py.model.measurement import IN_DRY_RUN, mark
-from tccl_py.model.rings import Ring
 from tccl_py.nccl.settings import env_sh, environment
-from tccl_py.plan.chains import ChoiceName, PlanChain
+from tccl_py.plan.chains import ChoiceName
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.size_choices import size_basis, size_notes, size_table
 from tccl_py.plan.text import (
@@ -39,36 +30,19 @@ from tccl_py.plan.text import (
     plan_name,
     proof,
     recommended_words,
-    settings_words,
     summary,
 )
-from tccl_py.report.contents import Contents, HeatMap, cell_style, cell_text, heat_maps, viridis
+from tccl_py.report.contents import Contents, heat_maps, viridis
+from tccl_py.report.drawing import NodeView, has_stand_ins, loaded_view, templates
 from tccl_py.report.hops import (
-    DrawnHop,
-    HopsView,
-    LinkLoad,
-    cause_view,
-    cause_words,
     drawn_kinds,
-    link_loads,
-    order_words,
-    path_words,
-    ring_view,
-    ring_views,
 )
 from tccl_py.report.machine import (
-    Layout,
-    NvLinks,
-    depth,
-    lay_out,
     link_words,
-    machine_sentence,
-    nvlinks,
-    row_below,
 )
 from tccl_py.report.sizes import arm_charts, entry_lines, size_charts
 from tccl_py.report.verification import headline, ratio_map
-from tccl_py.simulator.model import MachineModel, gpu_names
+from tccl_py.simulator.model import gpu_names
 
 _MOST_HOSTS = 64
 """More hosts are not all listed; `nccl/order/hosts.txt` has them."""
@@ -76,33 +50,6 @@ REPORT_FILE = "report.html"
 _HEAD_BYTES = 2000
 _GENERATOR = '<meta name="generator" content="tccl report">'
 """Near the top of every report, to distinguish it from other files."""
-
-
-class NodeView(msgspec.Struct, frozen=True, kw_only=True):
-    """A drawn machine, of the plan or of a class of its hosts, with the rings and rates on it."""
-
-    machine: Machine
-    layout: Layout
-    nvlinks: NvLinks
-    sentence: str
-    rings: list[HopsView]
-    name: str = ""
-    gpus: tuple[int, ...] = ()
-    loads: dict[str, LinkLoad] = {}
-    maps: list[HeatMap] = []
-
-
-def node_view(machine: Machine, plan: Plan | None = None, number: int = 0) -> NodeView:
-    """Return a machine, that of class `number` of a plan, and the plan's rings on it."""
-    gpus = None if plan is None else plan.class_gpus[number]
-    layout = lay_out(machine, gpus, number=number)
-    return NodeView(
-        machine=machine,
-        layout=layout,
-        nvlinks=nvlinks(machine, layout),
-        sentence=machine_sentence(machine),
-        rings=[] if plan is None else ring_views(plan, number, layout),
-    )
 
 
 def report_html(contents: Contents) -> str:
@@ -129,7 +76,7 @@ def report_html(contents: Contents) -> str:
             directory=_directory(contents),
             # Drawings
             nodes=nodes,
-            stand_ins=_has_stand_ins(plan),
+            stand_ins=has_stand_ins(plan),
             kinds=drawn_kinds([ring for node in nodes for ring in node.rings]),
             rates=rate_bars(plan, verified.achieved if verified else {}),
             ratios=[ratio_map(timed, arm) for arm in timed.summaries] if timed else [],
@@ -160,7 +107,7 @@ def _about(contents: Contents, nodes: Sequence[NodeView]) -> Iterator[tuple[str,
         yield f"NUMA nodes{of}", _counted(cpus)
         speeds = (f"{nic.speed_mbps / 1000:g} Gb/s" for nic in machine.nics)
         yield f"NICs{of}", _counted(speeds) or "none"
-        if _has_stand_ins(plan):
+        if has_stand_ins(plan):
             continue
         best = _counted(" ".join(link_words(gpu.link)) for gpu in machine.gpus)
         links = [contents.now[gpu.id] for gpu in machine.gpus if gpu.id in contents.now]
@@ -172,11 +119,6 @@ def _about(contents: Contents, nodes: Sequence[NodeView]) -> Iterator[tuple[str,
     yield from ((name, facts[name]) for name in ("NCCL", "pinned") if name in facts)
     yield "planned", contents.planned
     yield "report by", f"tccl-py {__version__}"
-
-
-def _has_stand_ins(plan: Plan) -> bool:
-    """Return whether cores stand in for the machine's GPUs, without links."""
-    return plan.dry_run and not plan.simulated
 
 
 def _counted(words: Iterable[str]) -> str:
@@ -225,19 +167,6 @@ def _node(contents: Contents, number: int) -> NodeView:
         name=part.name if len(plan.cluster.classes) > 1 else "",
         gpus=gpus,
         maps=heat_maps(journal, gpus, numa_nodes, hosts),
-    )
-
-
-def loaded_view(plan: Plan, number: int) -> NodeView:
-    """Return the machine of a class with the plan's rings on it and the loads of its links."""
-    part = plan.cluster.classes[number]
-    # Hosts of a class may have different paths: the first one's is drawn.
-    path = next((path for path in plan.paths if path.node_class == number), None)
-    chains = path.chains if path is not None else ()
-    hops = [(hop.flow, hop.rate_gbps) for chain in chains for hop in chain.hops]
-    return msgspec.structs.replace(
-        node_view(part.machine, plan, number),
-        loads={} if _has_stand_ins(plan) else link_loads(Paths(part.machine, part.knowledge), hops),
     )
 
 
@@ -302,44 +231,6 @@ def rate_bars(plan: Plan, achieved: Mapping[ChoiceName, float]) -> list[Bar]:
     return bars + [bar for bar in limits if bar.gbps is not None]
 
 
-@functools.cache
-def templates() -> jinja2.Environment:
-    """Return the environment of the report's templates."""
-    templates = jinja2.Environment(
-        loader=jinja2.PackageLoader("tccl_py.report"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        finalize=_visible,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    templates.filters |= {
-        "gbps": "{:.2f}".format,
-        "px": lambda pixels: f"{round(pixels, 1):g}",
-        "order": order_words,
-        "path_words": path_words,
-        "cell_style": cell_style,
-        "cell_text": cell_text,
-        "link_words": link_words,
-        "cause_words": cause_words,
-        "code": _code,
-        "settings_words": settings_words,
-    }
-    templates.globals |= {"cause_view": cause_view, "gpu_names": gpu_names}
-    return templates
-
-
-def _visible(value: Any) -> Any:
-    if isinstance(value, str) and not isinstance(value, Markup):
-        return "\n".join(visible(line) for line in value.split("\n"))
-    return value
-
-
-def _code(text: str) -> Markup:
-    """Return text with what it has between backticks as code."""
-    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(_visible(text)))))
-
-
 def _notices(contents: Contents) -> tuple[str, ...]:
     stopped = ("the search was interrupted: this is the best until then",)
     cancelled = stopped if contents.plan.cancelled else ()
@@ -360,91 +251,3 @@ def check_replaceable(target: Path, directory: Path, *, force: bool) -> None:
     if head and _GENERATOR.encode() not in head:
         right = "name another file" if inside else "name another file, or add `force` to replace it"
         raise InputError(str(target), "is no report of tccl", right)
-
-
-# Drawings in notebooks
-
-Scheme = Literal["light", "dark"]
-_LINE, _TITLE = 18.0, 24.0
-"""Heights of a line of text, and of a ring's title."""
-
-
-class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of a drawing at `y`: a machine, or a row of its GPUs, with hops below it."""
-
-    y: float
-    layout: Layout
-    node: NodeView | None = None
-    title: str = ""
-    hops: tuple[DrawnHop, ...] = ()
-
-
-def drawing(
-    subject: Machine | MachineModel | Plan | PlanChain | Ring, *, scheme: Scheme | None = None
-) -> str:
-    """Return an SVG file of a machine, of a ring, or of a plan's rings on its machines.
-
-    Its colours are those of `scheme`, or follow the reader's.
-    """
-    check_type(subject, "subject", Machine, MachineModel, Plan, PlanChain, Ring)
-    if isinstance(subject, MachineModel):
-        subject = subject.machine
-    if isinstance(subject, (PlanChain, Ring)):
-        ring = ring_view((hop.flow, getattr(hop, "rate_gbps", None)) for hop in subject.hops)
-        lines = [" → ".join(ring.layout.boxes)]
-        if isinstance(subject, PlanChain):
-            lines.append(f"{subject.rate_gbps:.2f} GB/s by the plan")
-        parts = [Part(y=_LINE * len(lines) + 8, layout=ring.layout, hops=ring.hops)]
-    elif isinstance(subject, Plan):
-        lines = repr(subject).splitlines()
-        parts = list(_plan_parts(subject, _LINE * len(lines) + 8))
-    else:
-        lines, node = [subject.name], node_view(subject)
-        parts = [Part(y=_LINE + 8, layout=node.layout, node=node)]
-    bottoms = [part.y + _bottom(part) for part in parts]
-    words = max(len(line) for line in lines) * 7.0
-    return (
-        templates()
-        .get_template("drawing.svg")
-        .render(
-            style=Markup(_style(scheme)),
-            lines=lines,
-            parts=parts,
-            width=max(words, *(part.layout.width for part in parts)) + 4,
-            height=max(bottoms) + 6,
-        )
-    )
-
-
-def _plan_parts(plan: Plan, y: float) -> Iterator[Part]:
-    """Yield each machine with its first ring, and a row of GPUs with each further ring."""
-    for number in range(len(plan.cluster.classes)):
-        node = loaded_view(plan, number)
-        for at, ring in enumerate(ring for ring in node.rings if ring.rate is not None):
-            title = f"{ring.title}: {ring.rate:.2f} GB/s"
-            layout = row_below(node.layout) if at else node.layout
-            hops = tuple(hop.moved(layout) for hop in ring.hops) if at else ring.hops
-            part = Part(
-                y=y + _TITLE, layout=layout, node=None if at else node, title=title, hops=hops
-            )
-            yield part
-            y = part.y + _bottom(part)
-
-
-def _bottom(part: Part) -> float:
-    """Return the y below a part, counted from its own."""
-    bottom = part.layout.bottom + depth([hop.wire for hop in part.hops])
-    return max(bottom, part.node.nvlinks.bottom if part.node is not None else 0.0)
-
-
-@functools.cache
-def _style(scheme: Scheme | None) -> str:
-    loader = templates().loader
-    assert loader is not None
-    text = loader.get_source(templates(), "drawing.css")[0]
-    head, dark, tail = re.split(r"@media [^{]*{\n(.*?)\n}\n", text, maxsplit=1, flags=re.DOTALL)
-    return {None: text, "light": head + tail, "dark": head + dark + tail}[scheme]
-
-
-for _kind in (Machine, MachineModel, Plan, PlanChain, Ring):
-    setattr(_kind, "_repr_svg_", drawing)  # noqa: B010 (mypy knows no such attribute)

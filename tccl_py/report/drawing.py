@@ -1,0 +1,217 @@
+"""Drawings of machines, plans and rings, in notebooks and reports, and the templates of both.
+
+Importing this module gives machines, plans and rings their `_repr_svg_`.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import jinja2
+import msgspec
+from markupsafe import Markup, escape
+
+from tccl_py.errors import check_type, visible
+from tccl_py.explanation.paths import Paths
+from tccl_py.model.machine import Machine
+from tccl_py.model.rings import Ring
+from tccl_py.plan.chains import PlanChain
+from tccl_py.plan.plan import Plan
+from tccl_py.plan.text import (
+    settings_words,
+)
+from tccl_py.report.contents import HeatMap, cell_style, cell_text
+from tccl_py.report.hops import (
+    DrawnHop,
+    HopsView,
+    LinkLoad,
+    cause_view,
+    cause_words,
+    link_loads,
+    order_words,
+    path_words,
+    ring_view,
+    ring_views,
+)
+from tccl_py.report.machine import (
+    Layout,
+    NvLinks,
+    depth,
+    lay_out,
+    link_words,
+    machine_sentence,
+    nvlinks,
+    row_below,
+)
+from tccl_py.simulator.model import MachineModel, gpu_names
+
+Scheme = Literal["light", "dark"]
+_LINE, _TITLE = 18.0, 24.0
+"""Heights of a line of text, and of a ring's title."""
+
+
+class NodeView(msgspec.Struct, frozen=True, kw_only=True):
+    """A drawn machine, of the plan or of a class of its hosts, with the rings and rates on it."""
+
+    machine: Machine
+    layout: Layout
+    nvlinks: NvLinks
+    sentence: str
+    rings: list[HopsView]
+    name: str = ""
+    gpus: tuple[int, ...] = ()
+    loads: dict[str, LinkLoad] = {}
+    maps: list[HeatMap] = []
+
+
+def node_view(machine: Machine, plan: Plan | None = None, number: int = 0) -> NodeView:
+    """Return a machine, that of class `number` of a plan, and the plan's rings on it."""
+    gpus = None if plan is None else plan.class_gpus[number]
+    layout = lay_out(machine, gpus, number=number)
+    return NodeView(
+        machine=machine,
+        layout=layout,
+        nvlinks=nvlinks(machine, layout),
+        sentence=machine_sentence(machine),
+        rings=[] if plan is None else ring_views(plan, number, layout),
+    )
+
+
+def loaded_view(plan: Plan, number: int) -> NodeView:
+    """Return the machine of a class with the plan's rings on it and the loads of its links."""
+    part = plan.cluster.classes[number]
+    # Hosts of a class may have different paths: the first one's is drawn.
+    path = next((path for path in plan.paths if path.node_class == number), None)
+    chains = path.chains if path is not None else ()
+    hops = [(hop.flow, hop.rate_gbps) for chain in chains for hop in chain.hops]
+    return msgspec.structs.replace(
+        node_view(part.machine, plan, number),
+        loads={} if has_stand_ins(plan) else link_loads(Paths(part.machine, part.knowledge), hops),
+    )
+
+
+def has_stand_ins(plan: Plan) -> bool:
+    """Return whether cores stand in for the machine's GPUs, without links."""
+    return plan.dry_run and not plan.simulated
+
+
+@functools.cache
+def templates() -> jinja2.Environment:
+    """Return the environment of the report's templates."""
+    templates = jinja2.Environment(
+        loader=jinja2.PackageLoader("tccl_py.report"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=_visible,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    templates.filters |= {
+        "gbps": "{:.2f}".format,
+        "px": lambda pixels: f"{round(pixels, 1):g}",
+        "order": order_words,
+        "path_words": path_words,
+        "cell_style": cell_style,
+        "cell_text": cell_text,
+        "link_words": link_words,
+        "cause_words": cause_words,
+        "code": _code,
+        "settings_words": settings_words,
+    }
+    templates.globals |= {"cause_view": cause_view, "gpu_names": gpu_names}
+    return templates
+
+
+def _visible(value: Any) -> Any:
+    if isinstance(value, str) and not isinstance(value, Markup):
+        return "\n".join(visible(line) for line in value.split("\n"))
+    return value
+
+
+def _code(text: str) -> Markup:
+    """Return text with what it has between backticks as code."""
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(_visible(text)))))
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of a drawing at `y`: a machine, or a row of its GPUs, with hops below it."""
+
+    y: float
+    layout: Layout
+    node: NodeView | None = None
+    title: str = ""
+    hops: tuple[DrawnHop, ...] = ()
+
+
+def drawing(
+    subject: Machine | MachineModel | Plan | PlanChain | Ring, *, scheme: Scheme | None = None
+) -> str:
+    """Return an SVG file of a machine, of a ring, or of a plan's rings on its machines.
+
+    Its colours are those of `scheme`, or follow the reader's.
+    """
+    check_type(subject, "subject", Machine, MachineModel, Plan, PlanChain, Ring)
+    if isinstance(subject, MachineModel):
+        subject = subject.machine
+    if isinstance(subject, (PlanChain, Ring)):
+        ring = ring_view((hop.flow, getattr(hop, "rate_gbps", None)) for hop in subject.hops)
+        lines = [" → ".join(ring.layout.boxes)]
+        if isinstance(subject, PlanChain):
+            lines.append(f"{subject.rate_gbps:.2f} GB/s by the plan")
+        parts = [Part(y=_LINE * len(lines) + 8, layout=ring.layout, hops=ring.hops)]
+    elif isinstance(subject, Plan):
+        lines = repr(subject).splitlines()
+        parts = list(_plan_parts(subject, _LINE * len(lines) + 8))
+    else:
+        lines, node = [subject.name], node_view(subject)
+        parts = [Part(y=_LINE + 8, layout=node.layout, node=node)]
+    bottoms = [part.y + _bottom(part) for part in parts]
+    words = max(len(line) for line in lines) * 7.0
+    return (
+        templates()
+        .get_template("drawing.svg")
+        .render(
+            style=Markup(_style(scheme)),
+            lines=lines,
+            parts=parts,
+            width=max(words, *(part.layout.width for part in parts)) + 4,
+            height=max(bottoms) + 6,
+        )
+    )
+
+
+def _plan_parts(plan: Plan, y: float) -> Iterator[Part]:
+    """Yield each machine with its first ring, and a row of GPUs with each further ring."""
+    for number in range(len(plan.cluster.classes)):
+        node = loaded_view(plan, number)
+        for at, ring in enumerate(ring for ring in node.rings if ring.rate is not None):
+            title = f"{ring.title}: {ring.rate:.2f} GB/s"
+            layout = row_below(node.layout) if at else node.layout
+            hops = tuple(hop.moved(layout) for hop in ring.hops) if at else ring.hops
+            part = Part(
+                y=y + _TITLE, layout=layout, node=None if at else node, title=title, hops=hops
+            )
+            yield part
+            y = part.y + _bottom(part)
+
+
+def _bottom(part: Part) -> float:
+    """Return the y below a part, counted from its own."""
+    bottom = part.layout.bottom + depth([hop.wire for hop in part.hops])
+    return max(bottom, part.node.nvlinks.bottom if part.node is not None else 0.0)
+
+
+@functools.cache
+def _style(scheme: Scheme | None) -> str:
+    loader = templates().loader
+    assert loader is not None
+    text = loader.get_source(templates(), "drawing.css")[0]
+    head, dark, tail = re.split(r"@media [^{]*{\n(.*?)\n}\n", text, maxsplit=1, flags=re.DOTALL)
+    return {None: text, "light": head + tail, "dark": head + dark + tail}[scheme]
+
+
+for _kind in (Machine, MachineModel, Plan, PlanChain, Ring):
+    setattr(_kind, "_repr_svg_", drawing)  # noqa: B010 (mypy knows no such attribute)
