@@ -1,4 +1,4 @@
-"""The NCCL installed here: its library, with versions and functions, and its configuration files.
+"""The NCCL installed here: its library, with versions and functions.
 
 torch's wheels need a package with the library, or contain NCCL. A separate process asks a library
 for its version, so that neither torch nor CUDA is loaded here.
@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-import pwd
 import re
 import subprocess
 import sys
-from bisect import bisect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tccl_py.children import child_command, child_environment
-from tccl_py.errors import InputError, MeasurementError, limit_reached
-from tccl_py.files import read_bytes
+from tccl_py.errors import MeasurementError, limit_reached
 
 if TYPE_CHECKING:
     from importlib import metadata
@@ -331,94 +328,3 @@ def _version_of(library: str) -> str:
 
 if __name__ == "__main__":
     print(_version_of(sys.argv[1]))
-
-
-# NCCL 2.30.7, misc/param.cc: NCCL reads NCCL_CONF_FILE (since 2.23) or, where that is unset or
-# empty, `.nccl.conf` in HOME (up to 2.29 in the password file's home), then /etc/nccl.conf. Each
-# line that does not begin with `#` sets the name before its first `=`, unless the name is set
-# already: the environment comes first, then the user's file with its first line for a name, then
-# the host's.
-CONF_VARIABLE = "NCCL_CONF_FILE"
-HOST_FILE = Path("/etc/nccl.conf")
-_READS_HOME = (2, 30)
-MAX_CONF_BYTES = 1024 * 1024
-_MAX_VALUE = 1023
-_MARKERS = ("# >>> tccl-py", "# <<< tccl-py")
-
-
-class ConfLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A line that sets a variable; `where` is file:line, `cut` tells of a name or value too long.
-
-    NCCL keeps the first 1,023 characters of each; bytes outside UTF-8 are surrogate escapes.
-    `installed` lines stand between the markers of `tccl install`.
-    """
-
-    name: str
-    value: str
-    where: str
-    cut: bool = False
-    installed: bool = False
-
-
-def user_file(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the path of the user's file, which may not exist."""
-    named = environment.get(CONF_VARIABLE, "")
-    return Path(named) if named else home() / ".nccl.conf"
-
-
-def home() -> Path:
-    """Return the user's home directory as the installed NCCL finds it: from 2.30 on by HOME."""
-    of_passwd, named = passwd_home(), Path(os.environ.get("HOME") or "/")
-    return named if named != of_passwd and _reads_home() else of_passwd
-
-
-@cache
-def _reads_home() -> bool:
-    installed = installed_nccl()
-    return installed is not None and tuple(map(int, installed.minor.split("."))) >= _READS_HOME
-
-
-def passwd_home() -> Path:
-    """Return the user's home directory by the password file, regardless of HOME."""
-    try:
-        return Path(pwd.getpwuid(os.getuid()).pw_dir)
-    except KeyError:
-        return Path("/")
-
-
-def conf_lines(data: bytes, *, where: str) -> tuple[ConfLine, ...]:
-    r"""Return the settings of a file, in order.
-
-    >>> [(line.name, line.value) for line in conf_lines(b"# a=b\nNCCL_IB_HCA==mlx5\n", where="f")]
-    [('NCCL_IB_HCA', '=mlx5')]
-    """
-    lines = data.decode("utf-8", "surrogateescape").split("\n")
-    parted = ((number, *line.partition("=")) for number, line in enumerate(lines, start=1))
-    markers = [number for number, line in enumerate(lines, start=1) if line.startswith(_MARKERS)]
-    return tuple(
-        ConfLine(
-            name=name[:_MAX_VALUE],
-            value=value[:_MAX_VALUE],
-            where=f"{where}:{number}",
-            cut=max(len(name), len(value)) > _MAX_VALUE,
-            installed=bisect(markers, number) % 2 == 1,
-        )
-        for number, name, equals, value in parted
-        if equals and not name.startswith("#")
-    )
-
-
-def settings_of_files(
-    environment: Mapping[str, str] = os.environ, *, files: Sequence[Path] | None = None
-) -> dict[str, ConfLine]:
-    """Return the variables that NCCL's readable files set in this environment, by name."""
-    settings: dict[str, ConfLine] = {}
-    for path in files if files is not None else (user_file(environment), HOST_FILE):
-        try:
-            data = read_bytes(path, limit=MAX_CONF_BYTES)
-        except InputError:
-            continue
-        for line in conf_lines(data, where=str(path)):
-            if line.name not in environment:
-                settings.setdefault(line.name, line)
-    return settings

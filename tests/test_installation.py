@@ -33,7 +33,8 @@ from tccl_py.installation.install import (
 from tccl_py.model.machine import Fingerprint
 from tccl_py.nccl.plugin import LIBRARY
 from tccl_py.nccl.settings import Settings, env_conflicts, env_rules, environment
-from tccl_py.nccl_library import InstalledNccl, _reads_home, conf_lines, settings_of_files
+from tccl_py.nccl_conf import _reads_home, conf_lines, settings_of_files
+from tccl_py.nccl_library import InstalledNccl
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.statistics import Interval
@@ -558,7 +559,7 @@ def test_record_and_file_stay_together_whatever_home_and_state_directory_are(
     monkeypatch.delenv("NCCL_CONF_FILE")
     homes = {"2.29.7": "home", "2.30.3": "one"}
     nccl = InstalledNccl(version=version, source="here")
-    monkeypatch.setattr("tccl_py.nccl_library.installed_nccl", lambda: nccl)
+    monkeypatch.setattr("tccl_py.nccl_conf.installed_nccl", lambda: nccl)
     (tmp_path / "one").mkdir()
     for name in ("HOME", "XDG_STATE_HOME"):
         monkeypatch.setenv("HOME", str(tmp_path / "one"))

@@ -12,7 +12,7 @@ from tccl_py.cli.process import notice
 from tccl_py.delivery.job import JobRequest
 from tccl_py.delivery.plugin import PLUGIN_VARIABLE
 from tccl_py.errors import InputError
-from tccl_py.nccl_library import user_file
+from tccl_py.nccl_conf import user_file
 
 EQUAL_HOSTS = flag("--alike", "For hosts like the plan's, with other UUIDs.")
 PLUGIN = flag("--plugin/--no-plugin", "Load the plugin where NCCL has plugins.", default=True)

@@ -37,11 +37,8 @@ from tccl_py.nccl.versions import (
     unchecked,
     version_facts,
 )
-from tccl_py.nccl_library import (
-    ConfLine,
-    home,
-    installed_nccls,
-)
+from tccl_py.nccl_conf import ConfLine, home
+from tccl_py.nccl_library import installed_nccls
 from tccl_py.planning.installed_nccl import asked_here
 from tccl_py.readers.live import driver_facts
 from tccl_py.readers.sysfs import normal_bus_id

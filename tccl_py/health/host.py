@@ -14,7 +14,8 @@ import msgspec
 
 from tccl_py.model.machine import PeerAccess
 from tccl_py.nccl.asked import NcclAnswer
-from tccl_py.nccl_library import CONF_VARIABLE, HOST_FILE, ConfLine, InstalledNccl, conf_lines
+from tccl_py.nccl_conf import CONF_VARIABLE, HOST_FILE, ConfLine, conf_lines
+from tccl_py.nccl_library import InstalledNccl
 from tccl_py.readers.live import GpuFacts
 from tccl_py.readers.sysfs import DEVICES, HostFiles, bus_order, normal_bus_id
 

@@ -23,7 +23,7 @@ from tccl_py.nccl.plugin.index import (
     digest,
 )
 from tccl_py.nccl.versions import NEWER_VARIABLE, why_no_plugin
-from tccl_py.nccl_library import ConfLine, home
+from tccl_py.nccl_conf import ConfLine, home
 from tccl_py.plan.staging import MANIFEST_FILE
 
 _CONFLICTING = {

@@ -51,7 +51,7 @@ from tccl_py.installation.blocks import (
 from tccl_py.installation.trial import try_plugin
 from tccl_py.nccl.settings import env_conflicts
 from tccl_py.nccl.versions import why_no_plugin
-from tccl_py.nccl_library import conf_lines, passwd_home, user_file
+from tccl_py.nccl_conf import conf_lines, passwd_home, user_file
 from tccl_py.plan.directory import conf_text
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import plan_in

@@ -26,7 +26,8 @@ from tccl_py.errors import InputError
 from tccl_py.files import check_path
 from tccl_py.nccl.settings import env_conflicts
 from tccl_py.nccl.versions import why_no_plugin
-from tccl_py.nccl_library import loaded_nccl, settings_of_files
+from tccl_py.nccl_conf import settings_of_files
+from tccl_py.nccl_library import loaded_nccl
 from tccl_py.plan.directory import files_of
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import plan_in
