@@ -14,7 +14,7 @@ from tccl_py.model.machine import Knowledge
 from tccl_py.model.reports import HostReport, cluster_of
 from tccl_py.model.rings import Hop
 from tccl_py.nccl.graph_search import DefaultChain
-from tccl_py.nccl.network import chain_hop_space
+from tccl_py.nccl.network import chain_hop_space, paired_chain_set
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.validator import NodeJob, validate_cluster
 from tccl_py.nccl.view import view
@@ -22,7 +22,6 @@ from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import check_plan, load_plan
 from tccl_py.plan.staging import check_files
 from tccl_py.plan.tables import ClassRates, KeptChains, KeptTable, OwnChains, table_files
-from tccl_py.planning.chain_search import paired_chain_set
 from tccl_py.planning.jobs import as_achieved, bound_of, plan_of_job
 from tccl_py.planning.join import plan_over
 from tccl_py.planning.planner import make_cluster_plan

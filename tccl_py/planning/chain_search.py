@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from itertools import pairwise
 
 import msgspec
 
@@ -13,19 +12,18 @@ from tccl_py.files import picked
 from tccl_py.model.cluster import NodeClass
 from tccl_py.model.machine import Machine, Nic
 from tccl_py.model.measurement import Measurement, dealt
-from tccl_py.model.rings import Hop, HopSpace, Ring, RingSet, ring
+from tccl_py.model.rings import HopSpace, RingSet
 from tccl_py.model.symmetry import Symmetry, automorphisms
 from tccl_py.nccl.graph_search import DefaultChoice, default_choice, default_choice_or_sys
 from tccl_py.nccl.network import (
-    WORLD,
     EvenUse,
-    NicPair,
     Pairing,
     chain_hop_space,
     chains_as_rings,
     gdr_variants,
-    nic_of,
+    initial_chains,
     nic_pair,
+    paired_chain_set,
     symmetry_keeping,
 )
 from tccl_py.nccl.settings import Settings
@@ -350,57 +348,3 @@ def _own_chains(default: Stock) -> OwnChains:
         error=interval(default.measurement),
         assumed=default.measurement.assumed,
     )
-
-
-# Chains to start a search from: where NICs and GPUs are alike, they are often the best.
-
-
-def initial_chains(space: HopSpace, nics: Sequence[int], count: int) -> Iterator[tuple[Ring, ...]]:
-    """Yield sets of `count` chains, each entered at a GPU near its NIC and left near another NIC's.
-
-    Chain c is entered by NIC c and left by NIC c + shift: a shift of 0 keeps to one NIC, others
-    spare the path back through the host. GPUs between are visited in ascending order from the first
-    GPU on, so that equal hops of the chains are spread.
-    """
-    for shift in sorted({0, 1, len(nics) // 2, len(nics) - 1} & set(range(len(nics)))):
-        ends = [(nics[c % len(nics)], nics[(c + shift) % len(nics)]) for c in range(count)]
-        chains = paired_chain_set(space, ends)
-        if chains:
-            yield chains
-
-
-def paired_chain_set(space: HopSpace, pairs: Sequence[NicPair]) -> tuple[Ring, ...]:
-    """Return a chain for each pair of entry and exit NIC, near both; () without such a set.
-
-    Chains with one entry NIC begin at different GPUs, and last GPUs differ as far as they can.
-    """
-    gpus, chains = [gpu for gpu in space.gpus if gpu != WORLD], list[Ring]()
-    for number, (entered, leaving) in enumerate(pairs):
-        turn = [into for into, _ in pairs[:number]].count(entered)
-        entries = _nearest(space, entered, into=True)
-        begins = entries[turn : turn + 1] or entries[:1]
-        first = begins[0].target if begins else WORLD
-        ends = _nearest(space, leaving, into=False)
-        ends = [hop for hop in ends if hop.source != first or len(gpus) == 1]
-        used = [chain.hops[-1].source for chain in chains]
-        ends.sort(key=lambda hop: used.count(hop.source))
-        if not begins or not ends:
-            return ()
-        at, last = gpus.index(first), ends[0].source
-        order = [gpu for gpu in gpus[at:] + gpus[:at] if gpu not in (first, last)]
-        order = [first, *order, *([last] if len(gpus) > 1 else [])]
-        steps = [begins, *(space.between(*pair) for pair in pairwise(order)), ends]
-        if not all(steps):
-            return ()
-        chains.append(ring([choices[0] for choices in steps]))
-    return tuple(chains)
-
-
-def _nearest(space: HopSpace, nic: int, *, into: bool) -> list[Hop]:
-    """Return the hops of a NIC, nearest first: by their place among the hops of their GPU."""
-    ranked = []
-    for gpu in (gpu for gpu in space.gpus if gpu != WORLD):
-        for place, hop in enumerate(space.between(*((WORLD, gpu) if into else (gpu, WORLD)))):
-            if nic_of(hop) == nic:
-                ranked.append((place, hop))
-    return [hop for _, hop in sorted(ranked, key=lambda near: near[0])]
