@@ -19,7 +19,7 @@ from tccl_py.model.transfer import parse_set
 from tccl_py.nccl.plugin import LIBRARY
 from tccl_py.nccl.plugin.index import INDEX_VARIABLE
 from tccl_py.plan.load import load_plan
-from tccl_py.report.tables import preflight_metrics
+from tccl_py.report.preflight import preflight_metrics
 
 ROOT = Path(__file__).parent.parent
 FILES = ROOT / "examples" / "operations"

@@ -45,7 +45,8 @@ from tccl_py.model.measurement import IN_DRY_RUN
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import plan_in
 from tccl_py.plan.text import plan_name
-from tccl_py.report.tables import PREFLIGHT, lines, preflight_json, preflight_metrics
+from tccl_py.report.preflight import PREFLIGHT, preflight_json, preflight_metrics
+from tccl_py.report.tables import lines
 
 _MAX_SECONDS = 86_400
 _CHECK_S, _PREFLIGHT_S = 120.0, 60.0

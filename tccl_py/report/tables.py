@@ -1,34 +1,34 @@
-"""Results of experiments as tables, whose columns are data, and as JSON, CSV and metrics.
+"""Results of experiments as tables, whose columns are data, and as CSV.
 
 A column is a header and the text of a row's cell. The tables of a verification, of tunings by
-message size, of an evaluation, of a preflight and of overlap are lists of columns.
+message size, of an evaluation and of overlap are lists of columns.
 """
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, count
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 from msgspec import structs
 
-from tccl_py.decision import StepTime
 from tccl_py.errors import size_text
-from tccl_py.experiments.communication import Communication
-from tccl_py.experiments.evaluation import COLUMNS, Evaluation, Summary
-from tccl_py.experiments.jobs import Outcome
+from tccl_py.experiments.evaluation import COLUMNS
 from tccl_py.experiments.overlap import GEMM
-from tccl_py.experiments.preflight import Preflight
-from tccl_py.experiments.record import ArmResult, Tried
-from tccl_py.experiments.rounds import Timed
 from tccl_py.files import picked
-from tccl_py.health.drift import drift_json, metric
-from tccl_py.plan.plan import Plan
 from tccl_py.plan.text import CHOICE_WORDS, choice_words
 from tccl_py.statistics import Interval, median_interval
+
+if TYPE_CHECKING:
+    from tccl_py.decision import StepTime
+    from tccl_py.experiments.communication import Communication
+    from tccl_py.experiments.evaluation import Evaluation, Summary
+    from tccl_py.experiments.jobs import Outcome
+    from tccl_py.experiments.record import ArmResult, Tried
+    from tccl_py.experiments.rounds import Timed
 
 
 class Column(NamedTuple):
@@ -116,53 +116,6 @@ def csv_text(result: Evaluation) -> str:
         labels = picked(result, "simulated", "dry_run")
         writer.writerow(picked(cell, *COLUMNS) | lists | labels)
     return text.getvalue()
-
-
-# Preflight: a row is a collective now.
-
-
-PREFLIGHT: Columns = (
-    Column("collective", lambda row: row.collective),
-    Column("size", lambda row: size_text(row.bytes)),
-    Column("GB/s", lambda row: f"{row.gbps:.2f}"),
-    Column(
-        "expected", lambda row: f"{row.expected_gbps:.2f}" if row.expected_gbps else "not verified"
-    ),
-)
-
-
-def preflight_json(plan: Plan, preflight: Preflight) -> dict[str, Any]:
-    """Return the JSON of `check --preflight --json`."""
-    jobs = preflight.collectives
-    return {
-        "ok": preflight.ok,
-        "findings": preflight.problems,
-        "collective": jobs.collective,
-        "collectives_checked": jobs.checked,
-        "bandwidths": [
-            {**picked(row, "bytes", "gbps", "expected_gbps"), "p": row.compared.p}
-            for row in jobs.rates
-        ],
-        **drift_json(plan, preflight.drift),
-        "seconds": preflight.seconds,
-    }
-
-
-def preflight_metrics(preflight: Preflight, plain: Mapping[str, str]) -> str:
-    """Return the metrics that a preflight adds to those of a check, with a plan's labels."""
-    jobs = preflight.collectives
-    sizes = [({**plain, "bytes": str(row.bytes)}, row) for row in jobs.rates]
-    rates = [(labels, row.gbps) for labels, row in sizes]
-    was = [(labels, row.expected_gbps) for labels, row in sizes if row.expected_gbps]
-    return "".join(
-        (
-            metric("preflight_ok", "Whether jobs may run (1) or not (0).", [(plain, preflight.ok)]),
-            metric("findings", "Reasons to keep jobs off.", [(plain, len(preflight.problems))]),
-            metric("collectives_checked", "Results compared bit by bit.", [(plain, jobs.checked)]),
-            metric("collective_gbps", "Bus bandwidth of a collective, GB/s.", rates),
-            metric("collective_expected_gbps", "Bus bandwidth when it was verified, GB/s.", was),
-        )
-    )
 
 
 # Overlap: a row is a set of transfers, or a transfer beside a GEMM, in one of two modes.
