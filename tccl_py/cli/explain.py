@@ -21,9 +21,8 @@ from tccl_py.model.measurement import JOURNAL_FILE, BandwidthSource
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import plan_in
 from tccl_py.plan.text import planned_gpus
-from tccl_py.planning.plan_sources import class_sources, hosts_again, source_again
+from tccl_py.planning.plan_sources import class_sources, header_of, hosts_again, source_again
 from tccl_py.sources.bench import Bench
-from tccl_py.sources.journal import read_journal
 
 _DRY_SETS = 20
 
@@ -60,8 +59,7 @@ def explain(
         sources: Sequence[BandwidthSource]
         job = job_of_plan(plan, directory, stack)
         if job is not None:
-            header = read_journal(journal).header
-            hosts = stack.enter_context(hosts_again(plan, header, job))
+            hosts = stack.enter_context(hosts_again(plan, header_of(plan, directory), job))
             source, sources = hosts, class_sources(hosts, plan.cluster)
             notices = source.keep_in(journal, optional=True)
         else:

@@ -216,9 +216,9 @@ def job_of_plan(plan: Plan, directory: Path, stack: ExitStack) -> Job | None:
 
     Return None where the plan's journal is of one host, or of models.
     """
-    from tccl_py.planning.plan_sources import journal_of  # noqa: PLC0415 (slow)
+    from tccl_py.planning.plan_sources import header_of  # noqa: PLC0415 (slow)
 
-    if plan.simulated or not journal_of(plan, directory).header.hosts:
+    if plan.simulated or not header_of(plan, directory).hosts:
         return None
     if not in_job():
         right = "start the command by mpirun or srun, with a rank on each host"

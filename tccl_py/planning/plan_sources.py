@@ -24,7 +24,7 @@ from tccl_py.simulator.descriptions import read_description
 from tccl_py.simulator.model import MachineModel
 from tccl_py.sources.bench import Bench
 from tccl_py.sources.hosts import HostsSource, open_hosts
-from tccl_py.sources.journal import JournalContents, read_journal
+from tccl_py.sources.journal import JournalContents, read_header, read_journal
 from tccl_py.sources.opening import open_source
 from tccl_py.sources.profiled import MeasuredMachine, measured_machine, search_options
 
@@ -34,18 +34,23 @@ if TYPE_CHECKING:
 
 def journal_of(plan: Plan, directory: Path) -> JournalContents:
     """Read the journal of a plan; refuse that of another machine."""
+    header_of(plan, directory)
+    return read_journal(directory / JOURNAL_FILE)
+
+
+def header_of(plan: Plan, directory: Path) -> JournalHeader:
+    """Read the header of a plan's journal alone; refuse that of another machine."""
     journal = directory / JOURNAL_FILE
     if not journal.is_file():
         right = "name the plan with the measurements (a job of `tccl export` has none)"
         raise InputError(str(journal), "does not exist", f"{right}, or plan again")
-    contents = read_journal(journal)
-    header, machine = contents.header, plan.cluster.classes[0].machine
+    header, machine = read_header(journal), plan.cluster.classes[0].machine
     fits = (header.machine, header.simulated) == (machine.name, plan.simulated)
     if not (fits or header.hosts):
         kind = "simulated" if header.simulated else "measured"
         fault = f"is of machine {header.machine}, {kind}, and not of this plan"
         raise InputError(str(journal), fault, f"the journal of {machine.name}")
-    return contents
+    return header
 
 
 def source_again(plan: Plan, directory: Path) -> tuple[Bench, tuple[str, ...]]:

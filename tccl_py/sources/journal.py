@@ -41,6 +41,7 @@ MAX_LINE_BYTES = 32 << 20
 _HEADER_START = b'{"machine":'
 _RIGHT = "give a file this program wrote"
 _WITHOUT = "delete this line, and what is needed of it is measured again"
+_HEADLESS = "has no header line", "name a journal this program wrote"
 _UNWRITABLE = "cannot be written", SPACE
 
 
@@ -51,6 +52,15 @@ class JournalContents(msgspec.Struct, frozen=True, kw_only=True):
     measurements: Mapping[TransferSet, Sequence[Measurement]]
     notices: tuple[str, ...]
     whole_bytes: int
+
+
+def read_header(path: Path) -> JournalHeader:
+    """Read the first line of a journal alone. Raises InputError: it is no header."""
+    with reading(path) as file:
+        line = file.readline(MAX_LINE_BYTES)
+    if not line.endswith(b"\n"):
+        raise InputError(str(path), *_HEADLESS)
+    return _header(line, f"{path}:1")
 
 
 def read_journal(path: Path) -> JournalContents:
@@ -70,18 +80,14 @@ def read_journal(path: Path) -> JournalContents:
                 torn = line
                 break
             if header is None:
-                header = decode_json(_text(line, where), JournalHeader, where=where)
-                check_version(header.format_version, JOURNAL_FORMAT, where)
-                # Earlier programs wrote no field.
-                dry_run = header.dry_run or "host backend" in header.identity
-                header = msgspec.structs.replace(header, dry_run=dry_run)
+                header = _header(line, where)
             elif (measurement := _measurement(line, header, where)) is None:
                 ignored += 1
             else:
                 measurements.setdefault(measurement.transfers, []).append(measurement)
             whole_bytes += len(line)
     if header is None:
-        raise InputError(str(path), "has no header line", "name a journal this program wrote")
+        raise InputError(str(path), *_HEADLESS)
     if len(torn) == MAX_LINE_BYTES:
         raise InputError(where, f"is longer than {MAX_LINE_BYTES} bytes", _RIGHT)
     notices = [_torn_notice(path, torn)] if torn else []
@@ -92,6 +98,14 @@ def read_journal(path: Path) -> JournalContents:
     return JournalContents(
         header=header, measurements=measurements, notices=tuple(notices), whole_bytes=whole_bytes
     )
+
+
+def _header(line: bytes, where: str) -> JournalHeader:
+    header = decode_json(_text(line, where), JournalHeader, where=where)
+    check_version(header.format_version, JOURNAL_FORMAT, where)
+    # Earlier programs wrote no field.
+    dry_run = header.dry_run or "host backend" in header.identity
+    return msgspec.structs.replace(header, dry_run=dry_run)
 
 
 def _text(line: bytes, where: str) -> str:
