@@ -186,6 +186,11 @@ class Namespaces:
         return ended(process, timeout_s)
 
 
+def near(rate_gbps):
+    """Rates that are this one, less what busy cores take; another order has half of it at most."""
+    return pytest.approx(0.85 * rate_gbps, rel=0.35)
+
+
 def ended(process, timeout_s=150.0):
     """Wait for a started command; one that hangs is ended with all it started."""
     try:

@@ -16,7 +16,7 @@ from tccl_py.plan.load import load_plan
 from tccl_py.plan.tables import kept_files
 from tccl_py.planning.jobs import plan_of_job
 from tccl_py.readers.hosts import HostSlots
-from tests.namespaces import PAYLOAD, RACKS, ended, namespaces_in
+from tests.namespaces import PAYLOAD, RACKS, ended, namespaces_in, near
 from tests.test_cli_plan import done
 
 pytestmark = pytest.mark.mpi
@@ -33,11 +33,6 @@ switches:
   - name: rack-b
     hosts: [h2, h3]
 """
-
-
-def near(rate_gbps):
-    """Rates that are this one, less what busy cores take; each other order has half of it."""
-    return pytest.approx(0.85 * rate_gbps, rel=0.35)
 
 
 def shaped_rate(order):
