@@ -149,8 +149,8 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
         All rings get equal numbers of channels, in subsets as well. NCCL doubles the counts.
         """
-        subsets = [len(subset.rings) for subset in self.plan.subsets if subset.rings]
-        unit = math.lcm(self.plan.ring_count, *subsets) if name == "graph" else 1
+        of_subsets = [len(subset.rings) for subset in self.plan.subsets if subset.rings]
+        unit = math.lcm(self.plan.ring_count, *of_subsets) if name == "graph" else 1
         counts = values_of("channels", "jobs", SIZE_STAGE, network=self.network)
         return tuple(count for count in counts if count % unit == 0)
 

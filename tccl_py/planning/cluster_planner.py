@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import partial
 from itertools import combinations, combinations_with_replacement, islice
 from typing import Any
@@ -23,7 +23,7 @@ from tccl_py.plan.tables import ClassRates, KeptTable
 from tccl_py.planning.chain_search import ClassStudy, HostTask, used_nics
 from tccl_py.planning.join import best_rings, plan_over
 from tccl_py.planning.parts import answered, job_gpus
-from tccl_py.planning.request import PlanRequest, task_for
+from tccl_py.planning.request import PlanRequest, all_limited, task_for
 from tccl_py.search.problem import Reporter
 from tccl_py.sources.bench import Allowance, Bench
 
@@ -104,10 +104,7 @@ class SeveralHosts:
             # beside what is remembered, and a new set of each class in any case.
             self._study()
             budget = self.request.budget
-            again = Allowance(budget.sets, budget.seconds)
-            with ExitStack() as stack:
-                for source in self.sources:
-                    stack.enter_context(source.limited(again))
+            with all_limited(self.sources, Allowance(budget.sets, budget.seconds)):
                 plan = plan_over(self.cluster, self.nodes, self.request)
         cancelled = plan.cancelled or any(node.cancelled for node in self.nodes)
         return msgspec.structs.replace(plan, cancelled=cancelled)

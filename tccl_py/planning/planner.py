@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -23,6 +23,7 @@ from tccl_py.planning.request import (
     OwnRings,
     PlanRequest,
     Task,
+    all_limited,
     chosen_gpus,
     gpus_of_classes,
     task_for,
@@ -68,16 +69,15 @@ def plan_hosts(
     class_gpus = gpus_of_classes(cluster) if gpus is None else (gpus,)
     hosts: OneHost | SeveralHosts
     if cluster.closes:
-        more: dict[str, Any] = {"own_rings": own_rings, "reporter": reporter}
-        hosts = OneHost(request, cluster, class_gpus, sources[0], **more)
+        hosts = OneHost(
+            request, cluster, class_gpus, sources[0], own_rings=own_rings, reporter=reporter
+        )
     else:
         from tccl_py.planning import cluster_planner  # noqa: PLC0415 (not for one)
 
-        more = {"kept": kept, "reporter": reporter, "tables": tables}
+        more: dict[str, Any] = {"kept": kept, "reporter": reporter, "tables": tables}
         hosts = cluster_planner.SeveralHosts(request, cluster, class_gpus, sources, **more)
-    with ExitStack() as stack:
-        for source in hosts.sources:
-            stack.enter_context(source.limited(hosts.allowance))
+    with all_limited(hosts.sources, hosts.allowance):
         plan = hosts.plan()
         further = iter(()) if plan.cancelled else hosts.with_parts(plan)
         try:
@@ -104,7 +104,9 @@ class OneHost:
         cluster: Cluster,
         gpus: Sequence[Order],
         source: BandwidthSource | None,
-        **more: Any,
+        *,
+        own_rings: OwnRings | None,
+        reporter: Reporter | None,
     ) -> None:
         self.request, self.cluster, self.gpus = request, cluster, gpus
         (host,) = cluster.classes
@@ -112,7 +114,8 @@ class OneHost:
             fault, right = "has no source", "give one that measures its GPUs"
             raise InputError(f"host {cluster.names[0]}", fault, right)
         counts = request.ring_counts or (RING_COUNTS if len(gpus[0]) <= 8 else FEW_RING_COUNTS)
-        more |= {"ring_counts": counts, "placement": True}
+        more: dict[str, Any] = {"ring_counts": counts, "placement": True}
+        more |= {"own_rings": own_rings, "reporter": reporter}
         self.task = task_for(Task, request, host, source, gpus[0], **more)
         self.sources = [self.task.source]
         self.allowance = Allowance(request.budget.sets, request.budget.seconds)
@@ -258,8 +261,14 @@ def make_plan(
     check_type(machine, "machine", Machine)
     check_type(knowledge, "knowledge", Knowledge)
     indices = chosen_gpus(machine, gpus)
-    more: dict[str, Any] = {"version": version, "strategy": strategy, "budget": budget}
-    request = _request(ring_counts, pinned_env, subsets=subsets, **more)
+    request = PlanRequest(
+        version=version,
+        ring_counts=_counts(ring_counts),
+        strategy=strategy,
+        budget=budget,
+        pinned_env=pinned_env or {},
+        subsets=subsets,
+    )
     cluster = single_host(machine, knowledge, indices)
     return plan_hosts(
         request, cluster, [source], gpus=indices, own_rings=own_rings, reporter=reporter
@@ -308,16 +317,19 @@ def make_cluster_plan(
     check_type(cluster, "cluster", Cluster)
     fits = isinstance(sources, Sequence) and len(sources) == len(cluster.classes)
     require(fits, "`sources`", "are of other classes", "give one for each class of hosts")
-    more: dict[str, Any] = {"version": version, "strategy": strategy, "budget": budget}
-    more |= {"keep_order": keep_order, "ib_gid_index": ib_gid_index, "gpus_per_job": gpus_per_job}
-    request = _request(ring_counts, pinned_env, **more)
+    request = PlanRequest(
+        version=version,
+        ring_counts=_counts(ring_counts),
+        strategy=strategy,
+        budget=budget,
+        pinned_env=pinned_env or {},
+        keep_order=keep_order,
+        ib_gid_index=ib_gid_index,
+        gpus_per_job=gpus_per_job,
+    )
     return plan_hosts(request, cluster, sources, kept=kept, reporter=reporter, tables=tables)
 
 
-def _request(
-    ring_counts: Sequence[int] | None, pinned_env: Mapping[str, str] | None, **more: Any
-) -> PlanRequest:
-    """Return a request with what is asked for one host as for several, and more."""
+def _counts(ring_counts: Sequence[int] | None) -> tuple[int, ...] | None:
     check_type(ring_counts, "ring_counts", Iterable, type(None))
-    counts = tuple(ring_counts) if ring_counts else None
-    return PlanRequest(ring_counts=counts, pinned_env=pinned_env or {}, **more)
+    return tuple(ring_counts) if ring_counts else None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -31,7 +32,7 @@ from tccl_py.nccl.view import NcclView, view
 from tccl_py.plan.chains import Order, condensed
 from tccl_py.search.problem import Budget, Reporter, SearchProblem, SetRule
 from tccl_py.search.strategies import Strategy, strategy_name
-from tccl_py.sources.bench import Bench, bench_for
+from tccl_py.sources.bench import Allowance, Bench, bench_for
 
 if TYPE_CHECKING:
     from tccl_py.sources.profiled import MeasurementOptions
@@ -225,6 +226,15 @@ def task_for(
         p2p_level=pinned_level(request.pinned_env),
         **more,
     )
+
+
+@contextmanager
+def all_limited(sources: Iterable[Bench], allowance: Allowance) -> Iterator[None]:
+    """Limit new sets of all sources in a block by one allowance."""
+    with ExitStack() as stack:
+        for source in sources:
+            stack.enter_context(source.limited(allowance))
+        yield
 
 
 def of_transports(settings: Settings) -> Settings:
