@@ -25,7 +25,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { RANKS = 8, LINES = 4096, CALLS = 256, HASH_AT = (1 << 20) + 3192 };
+enum { RANKS = 8, LINES = 4096, CALLS = 256, HASH_AT = (1 << 20) + 3192, SCANNED_BYTES = 5 << 20 };
 
 struct line {
   char kind[8];
@@ -107,7 +107,9 @@ static void play(struct line *line, int place, bool first) {
   bool shared = strcmp(line->kind, "shared") == 0, behind = false;
   bool racy = strcmp(line->kind, "racy") == 0;
   const struct section *asked = &sections[shared ? 2 : first ? 0 : 1];
-  char *comm = calloc(1, HASH_AT + 64);
+  bool blind = strcmp(line->kind, "blind") == 0 && place == line->count - 1;
+  /* Behind it are no communicators of other threads, whose ranks the plugin would take for its. */
+  char *comm = calloc(1, HASH_AT + 64 + (blind ? SCANNED_BYTES : 0));
   uint32_t ranks[2] = {(uint32_t)place, (uint32_t)line->count};
   char proto[32] = "-", algo[32] = "-";
   int node = -1;
@@ -115,7 +117,6 @@ static void play(struct line *line, int place, bool first) {
   size_t size = 0;
   uint64_t fnv = 0;
   double spent = 0;
-  bool blind = strcmp(line->kind, "blind") == 0 && place == line->count - 1;
   if (!blind) memcpy(comm + HASH_AT, &line->hash, 8);
   memcpy(comm + HASH_AT + 8, ranks, 8);
   for (int i = 0; i < asked->count; i++) {
