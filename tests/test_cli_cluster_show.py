@@ -10,12 +10,14 @@ import pytest
 from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
+from tccl_py.errors import InputError
 from tccl_py.files import encode_json
 from tccl_py.model.measurement import JournalHeader
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.plan.chains import PlannedHost
 from tccl_py.plan.directory import nccl_files, write_plan
 from tccl_py.plan.text import assumptions, choice_json
+from tccl_py.planning.plan_sources import hosts_again
 from tccl_py.sources.journal import JournalFile
 from tests.cluster_plans import FOUR, LOCAL, PAIR, cluster_plan, equal_hosts, mixed
 from tests.planned import SMALL, plan_of, rebind
@@ -300,6 +302,25 @@ def test_measuring_again_needs_the_hosts_of_a_measured_plan(tmp_path):
     JournalFile(tmp_path / "measurements.jsonl", header).close()
     for command in ("check", "explain"):
         refused(tccl(command, tmp_path), "by mpirun or srun")
+
+
+@pytest.mark.parametrize(("port", "named"), [(0, "N0,N1"), (1, None)])
+def test_hosts_are_measured_again_over_the_interfaces_of_their_plan(port, named, monkeypatch):
+    """RDMA ports are found: no user can name them as interfaces."""
+    nics = [msgspec.structs.replace(nic, name=nic.id, port=port) for nic in PAIR.nics]
+    machine = msgspec.structs.replace(PAIR, nics=tuple(nics))
+    hosts = [("gpu1", machine), ("gpu2", machine)]
+    plan = cluster_plan(hosts, {name: ((0, (0, 1), 1),) for name, _ in hosts})
+    header, asked = JournalHeader(machine="gpu1", identity="", simulated=False), []
+
+    def open_hosts(*_, interfaces, **others):
+        asked.append((interfaces, others.get("backend")))
+        raise InputError("here", "no host is asked", "")
+
+    monkeypatch.setattr("tccl_py.planning.plan_sources.open_hosts", open_hosts)
+    with pytest.raises(InputError, match="no host is asked"), hosts_again(plan, header, None):
+        pass
+    assert asked == [(named, None)]
 
 
 @pytest.mark.parametrize("command", ["show", "env", "export"])

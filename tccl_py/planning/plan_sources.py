@@ -155,12 +155,15 @@ def hosts_again(plan: Plan, journal: JournalHeader, job: Job) -> Iterator[HostsS
 
     Raises InputError: the plan was measured on other hosts, or other cables join them.
     """
-    machine, dry_run = plan.cluster.classes[0].machine, dict[str, Any]()
+    machines = [node_class.machine for node_class in plan.cluster.classes]
+    nics, dry_run = [nic for machine in machines for nic in machine.nics], dict[str, Any]()
+    # Ports of RDMA cards are found; interfaces may be those that the user named.
+    named = () if any(nic.port for nic in nics) else dict.fromkeys(nic.name for nic in nics)
     if journal.dry_run:
-        nics = ",".join(nic.name for nic in machine.nics)
-        dry_run = {"backend": "host", "devices": len(machine.gpus), "interfaces": nics}
+        dry_run = {"backend": "host", "devices": len(machines[0].gpus)}
     options = search_options(dry_run.get("backend"))
-    with open_hosts(job, options=options, **dry_run) as source:
+    interfaces = ",".join(named) or None
+    with open_hosts(job, options=options, interfaces=interfaces, **dry_run) as source:
         missing = set(plan.cluster.names) - {host.name for host in source.session.hosts}
         if missing or not journal.covers(source.header):
             clause = f"was measured on other hosts ({journal}) than these"

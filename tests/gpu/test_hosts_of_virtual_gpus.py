@@ -18,7 +18,7 @@ import pytest
 from tccl_py.experiments.record import Verification
 from tccl_py.nccl.communicators import parse_log, same_rings
 from tccl_py.nccl.plugin.build import build_plugin
-from tccl_py.plan.directory import write_plan
+from tccl_py.plan.directory import write_new_plan
 from tccl_py.plan.load import load_plan
 from tests.gpu.ranks import PINNED, REPOSITORY, SHARE, run_ranks
 from tests.gpu.test_profiler_on_gpus import eventually, used_mib, workers
@@ -42,20 +42,24 @@ def _hosts():
         pytest.skip("mpirun is not installed")
 
 
-def mpirun(*words, codes=(0,), timeout=150, **variables):
+def mpirun(*words, codes=(0,), timeout=140, **variables):
     """Run a command of `tccl` with a rank on each host; return what it printed."""
     begun = time.monotonic()
     launch = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
     command = [*launch, "-n", HOSTS, AGENT, "--rank", sys.executable, "-m", "tccl_py", *words]
-    done = subprocess.run(
-        list(map(str, command)),
-        cwd=REPOSITORY,
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            list(map(str, command)),
+            cwd=REPOSITORY,
+            env={**os.environ, **variables},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        print((error.stderr or b"").decode()[-5000:], flush=True)
+        raise
     seconds = time.monotonic() - begun
     print(f"{seconds:.1f} s: tccl {words[0]}: {done.returncode}\n{done.stdout[-3000:]}", flush=True)
     print(done.stderr[-5000:], flush=True)
@@ -96,8 +100,7 @@ def test_a_job_over_half_of_the_gpus_runs_the_rings_planned_for_it_by_the_plugin
     job = msgspec.structs.replace(load_plan(place), winner="graph")
     assert job.cluster.ranks == HOSTS * len(half)
     shutil.rmtree(place)
-    place.mkdir()
-    write_plan(job, place)
+    write_new_plan(job, place)
     build_plugin(place / "nccl")
     answers, log = all_reduce(job, place, tmp_path)
     assert all(answer["right"] for answer in answers)
@@ -143,7 +146,8 @@ def all_reduce(job, place, folder):
 
 
 def test_verify_runs_the_plans_rings_over_all_hosts_and_every_sum_is_right(planned):
-    brief = ("--sizes", "1M", "--rounds", "6", "--seconds", "15", *PINNED, "--json")
+    brief = ("--choice", "graph", "--sizes", "1M", "--rounds", "6", "--seconds", "4", "--verbose")
+    brief += (*PINNED, "--json")
     verified = json.loads(mpirun("verify", planned, *brief, codes=(0, 1)))
     graph = next(arm for arm in verified["arms"] if arm["name"] == "graph")
     assert graph["rings"] == {"same": True, "differences": []}

@@ -51,7 +51,7 @@ def measured(request, tmp_path_factory):
     runs = [(plan, (0,), SHARE), ([*verify, "--no-checks"], (0, 1), {})]
     if not REAL:
         # Graph files are tried whatever wins there, and other tests verify such nodes.
-        runs = [([*plan, "--max-seconds", "32"], (0,), SHARE)]
+        runs = [([*plan, "--max-seconds", "60"], (0,), SHARE)]
     for words, codes, share in runs:
         done = subprocess.run(
             [*launch, *words],
