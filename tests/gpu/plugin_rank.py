@@ -5,6 +5,8 @@ Prints "all sums are right" at the end, or fails.
 """
 
 import ctypes
+import faulthandler
+import signal
 import sys
 
 from tccl_py.nccl_library import find_library
@@ -154,6 +156,8 @@ class Program:
 
 if __name__ == "__main__":
     _, way, rank, size, folder = sys.argv
+    # Sent to ranks that hang.
+    faulthandler.register(signal.SIGUSR1)
     Program(way, int(rank), int(size), folder).run()
     print("all sums are right")
     leave()

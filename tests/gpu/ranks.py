@@ -1,8 +1,10 @@
 """Ranks of a job: started together, and all ended together."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from tccl_py.nccl_library import loaded_nccl
@@ -13,20 +15,21 @@ REAL = "TCCL_VIRTUAL_GPUS" not in os.environ
 
 
 def _virtual_gpus():
-    """How many virtual GPUs the one real GPU stands for, on all hosts; at least 8.
+    """How many virtual GPUs the one real GPU stands for, on all hosts; at least 4.
 
-    With larger shares, those of three GPUs, kernels of a set were not running together.
+    With larger shares, those of three GPUs, kernels of a set were not running together; with the
+    shares of 8, flows over NVLink (24 blocks) do not fit.
     """
     listed = os.environ.get("VGPU_CONFIG")
     count = len(Path(listed).read_text().splitlines()) if listed else 8
-    return max(8, count * int(os.environ.get("VGPU_HOSTS", "1")))
+    return max(4, count * int(os.environ.get("VGPU_HOSTS", "1")))
 
 
 SHARE = (
     {}
     if REAL
     else {
-        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(100 // _virtual_gpus()),
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(96 // _virtual_gpus()),
         "VGPU_CONNECTIONS": str(max(2, 64 // _virtual_gpus())),
     }
 )
@@ -48,7 +51,8 @@ PINNED = tuple(word for name in CHANNELS for word in ("--pin-env", name))
 def run_ranks(commands, environments, *, timeout=RANKS_TIMEOUT_S):
     """Run a process for each command; return their exit codes, and their output and errors.
 
-    None outlives the call, which ends with subprocess.TimeoutExpired where a rank hangs.
+    None outlives the call, which ends with subprocess.TimeoutExpired where a rank hangs: what each
+    said is printed then, and where those are that show their stack by SIGUSR1.
     """
     ranks = [
         subprocess.Popen(
@@ -63,6 +67,14 @@ def run_ranks(commands, environments, *, timeout=RANKS_TIMEOUT_S):
     ]
     try:
         outputs = [rank.communicate(timeout=timeout) for rank in ranks]
+    except subprocess.TimeoutExpired:
+        for rank in ranks:
+            rank.send_signal(signal.SIGUSR1)
+        time.sleep(1)
+        for number, rank in enumerate(ranks):
+            rank.kill()
+            print(f"rank {number}: {rank.communicate()[1][-4000:]}", flush=True)
+        raise
     finally:
         for rank in ranks:
             rank.kill()

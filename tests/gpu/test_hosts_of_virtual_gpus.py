@@ -89,17 +89,27 @@ def test_the_plan_has_all_gpus_of_all_hosts_and_nothing_is_left_of_its_making(pl
     assert eventually(lambda: not workers())
 
 
-def test_a_job_over_half_of_the_gpus_runs_the_rings_planned_for_it_by_the_plugin(planned, tmp_path):
+@pytest.fixture(scope="module")
+def exported(planned):
+    """The directory of a job over half of each host's GPUs, planned from the tables.
+
+    Verification runs three jobs at the same time: of all GPUs their ranks would wait for cores.
+    """
     half = range(len(load_plan(planned).class_gpus[0]) // 2)
-    place = tmp_path / "job"
+    place = planned.parent / "job"
     words = ["--hosts", ",".join(NAMES), "--gpus", ",".join(map(str, half)), "-o", place]
     subprocess.run(
         [sys.executable, "-m", "tccl_py", "export", planned, *words], cwd=REPOSITORY, check=True
     )
+    assert load_plan(place).cluster.ranks == HOSTS * len(half)
+    return place
+
+
+def test_a_job_over_half_of_the_gpus_runs_the_rings_planned_for_it_by_the_plugin(
+    exported, tmp_path
+):
     # Indices are made for jobs that get the graph file: here whatever jobs found best.
-    job = msgspec.structs.replace(load_plan(place), winner="graph")
-    assert job.cluster.ranks == HOSTS * len(half)
-    shutil.rmtree(place)
+    job, place = msgspec.structs.replace(load_plan(exported), winner="graph"), tmp_path / "job"
     write_new_plan(job, place)
     build_plugin(place / "nccl")
     answers, log = all_reduce(job, place, tmp_path)
@@ -145,14 +155,14 @@ def all_reduce(job, place, folder):
     return answers, (folder / "log0").read_text()
 
 
-def test_verify_runs_the_plans_rings_over_all_hosts_and_every_sum_is_right(planned):
-    brief = ("--choice", "graph", "--sizes", "1M", "--rounds", "6", "--seconds", "4", "--verbose")
+def test_verify_runs_a_jobs_rings_over_all_hosts_and_every_sum_is_right(exported):
+    brief = ("--sizes", "1M", "--rounds", "6", "--seconds", "4", "--verbose")
     brief += (*PINNED, "--json")
-    verified = json.loads(mpirun("verify", planned, *brief, codes=(0, 1)))
+    verified = json.loads(mpirun("verify", exported, *brief, codes=(0, 1)))
     graph = next(arm for arm in verified["arms"] if arm["name"] == "graph")
     assert graph["rings"] == {"same": True, "differences": []}
     assert all((arm["wrong"], arm["failure"]) == ([], "") for arm in verified["arms"])
-    assert sorted(Verification.load(planned).hosts) == NAMES
+    assert sorted(Verification.load(exported).hosts) == NAMES
 
 
 def test_check_and_explain_measure_over_the_hosts_again(planned):

@@ -16,6 +16,7 @@ import pytest
 from tccl_py.nccl.plugin.build import build_plugin
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
+from tccl_py.plan.retuning import retuned
 from tccl_py.readers.live import discover_machine
 from tests.gpu.ranks import BRIEF, CHANNELS, PINNED, REAL, REPOSITORY, SHARE, run_ranks
 from tests.gpu.test_profiler_on_gpus import eventually, used_mib, workers
@@ -154,9 +155,19 @@ def with_winner(plan, choice, folder):
     place = folder / choice
     place.mkdir()
     _, _, fingerprint = discover_machine()
+    plan = plan if REAL else with_few_channels(plan)
     best = msgspec.structs.replace(plan, winner=choice)
     write_plan(best, place, fingerprint=fingerprint)
     return place
+
+
+def with_few_channels(plan):
+    """The same plan without variables for more channels: all blocks have to fit on one real GPU."""
+    replace = msgspec.structs.replace
+    by_variables = replace(plan.variables.settings, min_channels=None)
+    plan = replace(plan, variables=replace(plan.variables, settings=by_variables))
+    channels = min(plan.settings.channels, 4)
+    return retuned(plan, replace(plan.settings, channels=channels, min_channels=None))
 
 
 def program(size, conf, folder):
