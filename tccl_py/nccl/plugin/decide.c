@@ -155,29 +155,23 @@ static bool make_memory(const struct plan *plan) {
 }
 
 /* Find rank and number of ranks behind netContext in struct ncclComm, where they follow the
- * communicator's hash: {uint64_t commHash; int rank, nRanks;} in 2.28.7 to 2.30.7. No plugin is
- * told the number of ranks before the graph is searched. Reading through /proc/self/mem cannot
- * fault. */
+ * communicator's hash: {uint64_t commHash; int rank, nRanks;} in 2.28.7 to 2.32.3. No plugin is
+ * told the number of ranks before the graph is searched. The nearest place counts: other threads'
+ * communicators may lie behind. Reading through /proc/self/mem cannot fault. */
 static bool find_ranks(const void *context, uint64_t hash, uint32_t *rank, uint32_t *ranks) {
-  static size_t known; /* the distance in this process's NCCL */
   char *chunk = malloc(CHUNK + 16);
-  size_t first = __atomic_load_n(&known, __ATOMIC_RELAXED);
   int memory = open("/proc/self/mem", O_RDONLY | O_CLOEXEC);
   bool found = false;
-  for (int pass = first ? 0 : 1; pass < 2 && chunk && memory >= 0 && !found; pass++) {
-    size_t from = pass ? 0 : first, until = pass ? SCANNED_BYTES : first + 8;
-    for (; from < until && !found; from += CHUNK) {
-      ssize_t got = pread(memory, chunk, pass ? CHUNK + 16 : 16, (off_t)((uintptr_t)context + from));
-      if (got < 16) break;
-      for (ssize_t at = 0; at + 16 <= got && !found; at += 8) {
-        uint32_t pair[2];
-        memcpy(pair, chunk + at + 8, sizeof pair);
-        found = memcmp(chunk + at, &hash, 8) == 0 && pair[0] < pair[1];
-        if (!found) continue;
-        *rank = pair[0];
-        *ranks = pair[1];
-        __atomic_store_n(&known, from + (size_t)at, __ATOMIC_RELAXED);
-      }
+  for (size_t from = 0; from < SCANNED_BYTES && chunk && memory >= 0 && !found; from += CHUNK) {
+    ssize_t got = pread(memory, chunk, CHUNK + 16, (off_t)((uintptr_t)context + from));
+    if (got < 16) break;
+    for (ssize_t at = 0; at + 16 <= got && !found; at += 8) {
+      uint32_t pair[2];
+      memcpy(pair, chunk + at + 8, sizeof pair);
+      found = memcmp(chunk + at, &hash, 8) == 0 && pair[0] < pair[1];
+      if (!found) continue;
+      *rank = pair[0];
+      *ranks = pair[1];
     }
   }
   if (memory >= 0) close(memory);
