@@ -229,6 +229,16 @@ def test_the_estimate_grows_with_what_is_asked_and_knows_that_host_memory_is_slo
     assert minutes(arms=3) > 1.4 * minutes()
 
 
+def test_a_dry_run_has_no_long_messages_unless_they_are_asked_for(place, jobs):
+    def sizes(*words):
+        jobs(by_plan(lambda _: 1.1))
+        found, _ = evaluated(place, "--backend", "host", "--collectives", "all_reduce", *words)
+        return {cell["bytes"] for cell in found["cells"]}
+
+    assert sizes() == {64 << 10, 1 << 20}
+    assert sizes("--sizes", "16M") == {16 << 20}
+
+
 def test_a_simulated_cluster_has_the_rates_of_jobs_plans_over_all_hosts_and_fewer(tmp_path):
     place = tmp_path / "plan"
     options = ("--simulate", "amd-3090", "--nodes", 4, "--max-sets", 30)

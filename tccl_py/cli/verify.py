@@ -19,7 +19,7 @@ from tccl_py.cli.output import BAD, GOOD, ProgressLine, print_table, results
 from tccl_py.cli.process import ANSWER_IS_NO, notice, notice_each, print_json, write_result
 from tccl_py.errors import InputError
 from tccl_py.experiments.collectives import PROGRAMS, Collective
-from tccl_py.experiments.evaluation import EVALUATED
+from tccl_py.experiments.evaluation import EVALUATED, EVALUATED_DRY
 from tccl_py.experiments.jobs import Launcher
 from tccl_py.experiments.nccl_tests import find_program, size_options
 from tccl_py.experiments.plans import evaluate_plan, tuning_budget, verify_plan
@@ -166,7 +166,7 @@ def evaluate(
     *,
     gpus_per_job: str | None = opt("LIST", "Beside all GPUs: numbers and sets, as 4,2,4-7,0+2."),
     collectives: str | None = opt("LIST", f"Of {', '.join(_COLLECTIVES)}."),
-    sizes: str | None = opt("LIST", "64K,1M,16M,256M if not given."),
+    sizes: str | None = opt("LIST", "64K,1M,16M,256M if not given, in a dry run 64K,1M."),
     dtype: str = opt("NAME", "float32 or bfloat16.", default="float32"),
     rounds: int = opt("N", "Rounds over each set of GPUs.", default=LEAST_ROUNDS),
     seconds: float = opt("S", "After this no set is begun.", default=EVALUATED.seconds),
@@ -194,8 +194,9 @@ def evaluate(
     listed = _COLLECTIVES if collectives is None else tuple(collectives.split(","))
     for name in listed:
         one_of("--collectives", name, _COLLECTIVES)
+    usual = EVALUATED_DRY if backend == "host" else EVALUATED
     budget = replace(
-        EVALUATED,
+        usual,
         collectives=cast("tuple[Collective, ...]", tuple(dict.fromkeys(listed))),
         dtype=cast(Dtype, dtype),
         rounds=rounds,
@@ -209,8 +210,8 @@ def evaluate(
     with _job_options(directory, backend, pin_env) as launcher:
         by_model = backend is None
         result = evaluate_plan(directory, budget, launcher, gpus=gpus_per_job, by_model=by_model)
-    usual = replace(EVALUATED, collectives=budget.collectives)
-    if result.simulated and (sizes is not None or budget != usual):
+    asked = budget != replace(usual, collectives=budget.collectives)
+    if result.simulated and (sizes is not None or asked):
         notice("--sizes and options of jobs are without effect: a model rates large messages alone")
     if csv is not None:
         write_result(csv_text(result), csv)

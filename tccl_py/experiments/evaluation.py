@@ -14,7 +14,14 @@ from msgspec.structs import replace
 from tccl_py.errors import MeasurementError
 from tccl_py.experiments.collectives import PROGRAMS
 from tccl_py.experiments.jobs import Arm, Launcher
-from tccl_py.experiments.rounds import LEAST_ROUNDS, RunBudget, Timed, least_rounds, run_rounds
+from tccl_py.experiments.rounds import (
+    LARGEST_DRY,
+    LEAST_ROUNDS,
+    RunBudget,
+    Timed,
+    least_rounds,
+    run_rounds,
+)
 from tccl_py.experiments.spec import KIB, MIB, WrongValue
 from tccl_py.model.measurement import Backend
 from tccl_py.plan.chains import ChoiceName
@@ -37,6 +44,10 @@ EVALUATED = RunBudget(
 )
 """Work of an evaluation, if nothing else is asked for: `rounds` over each set of GPUs. After
 `seconds` no further set is begun, and no round beyond LEAST_ROUNDS."""
+EVALUATED_DRY = replace(
+    EVALUATED, sizes=tuple(size for size in EVALUATED.sizes if size <= LARGEST_DRY)
+)
+"""The same in host memory, where long messages take minutes and say nothing."""
 
 
 class Cell(Timed, frozen=True, kw_only=True, forbid_unknown_fields=True):

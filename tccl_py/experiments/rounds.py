@@ -218,7 +218,7 @@ _TRANSFERS: tuple[Collective, ...] = ("send_recv", "all_to_all")
 _OF_ALL: tuple[Collective, ...] = ("all_gather", "reduce_scatter")
 _TRANSFER_SIZES = (64 << 10, 1 << 20, 64 << 20)
 """Sizes of transfers between pairs: small FIFOs slow them alike from 16 MiB up."""
-_LARGEST_DRY, _DRY_SECONDS = 4 << 20, 30.0
+LARGEST_DRY, _DRY_SECONDS = 4 << 20, 30.0
 """The largest size of a dry run: 1 GiB takes a second a call there; and its seconds."""
 _NARROW = 1 << 20
 """From this size on ratios have to be known to 1 %; smaller calls take microseconds."""
@@ -275,7 +275,7 @@ def budget_of(backend: str | None) -> RunBudget:
     """Return the usual work of a comparison; a dry run on a laptop takes about a minute."""
     if backend != "host":
         return RunBudget()
-    sizes = tuple(size for size in SIZES if size <= _LARGEST_DRY)
+    sizes = tuple(size for size in SIZES if size <= LARGEST_DRY)
     return RunBudget(sizes=sizes, seconds=_DRY_SECONDS)
 
 
