@@ -126,7 +126,8 @@ def test_collectives_of_unmodified_programs_run_what_the_tables_say(planned, tmp
     print(f"{size} GPUs: {logs.count(': tuned by ')} memberships tuned, {sorted(found)}")
 
 
-def test_placed_buffers_change_nothing_on_the_nodes_that_nccl_takes(planned, tmp_path):
+@pytest.mark.parametrize("way", ["lazy", "eager"])
+def test_placed_buffers_change_nothing_on_the_nodes_that_nccl_takes(planned, tmp_path, way):
     """Every hop bounces, and the planned node of each GPU is its own: node 0 where none is told."""
     size, plan, fingerprint = planned
     replace = msgspec.structs.replace
@@ -138,7 +139,7 @@ def test_placed_buffers_change_nothing_on_the_nodes_that_nccl_takes(planned, tmp
     plan = retuned(plan, replace(plan.settings, **placed))
     conf = tmp_path / "nccl.conf"
     conf.write_text(install(tmp_path / "plan", plan, fingerprint))
-    logs = run_job("lazy", size, conf, tmp_path)
+    logs = run_job(way, size, conf, tmp_path)
     assert_own_rings(plan, logs)
     for gpu, log in enumerate(logs):
         node = plan.machine.numa_nodes[plan.machine.numa_of(f"G{gpu}")].numa_id
