@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
@@ -20,6 +19,9 @@ from tccl_py.workloads.workload import Workload, read_workload
 MAX_FILES = 1 << 16
 _HEAD = 1 << 16
 _LOGS, _TRACES, _INSPECTOR = "NCCL's logs", "PyTorch's profiler", "NCCL Inspector"
+_WORKLOAD = "a workload"
+_OF_TRACES = (b'"traceEvents"', b'"schemaVersion"', b'"deviceProperties"', b'"distributedInfo"')
+"""Keys with which a trace begins. Any other object is taken for a workload."""
 _READERS = {_LOGS: read_nccl_logs, _TRACES: read_torch_traces, _INSPECTOR: read_inspector}
 
 
@@ -38,10 +40,10 @@ def open_workload(names: Sequence[str], *, name: str = "", ranks: int = 8) -> Wo
     require(paths, ", ".join(names), "has no files", "name the files of a job")
     require(len(paths) <= MAX_FILES, names[0], f"has {len(paths)} files", f"at most {MAX_FILES}")
     kinds = {path: _kind(path) for path in paths}
-    if set(kinds.values()) == {"a workload"} and len(paths) == 1:
+    if set(kinds.values()) == {_WORKLOAD} and len(paths) == 1:
         return read_workload(paths[0])
     first, *others = sorted(paths, key=lambda path: kinds[path] != kinds[paths[0]])
-    if others and {kinds[first], kinds[others[-1]]} != {kinds[first]} - {"a workload"}:
+    if others and {kinds[first], kinds[others[-1]]} != {kinds[first]} - {_WORKLOAD}:
         fault = f"is a file of {kinds[others[-1]]}, and {first} of {kinds[first]}"
         raise InputError(str(others[-1]), fault, "name the files of one job")
     kind = kinds[paths[0]]
@@ -77,4 +79,4 @@ def _kind(path: Path) -> str:
         return _LOGS
     if b'"coll_perf"' in head or b'"p2p_perf"' in head:
         return _INSPECTOR
-    return "a workload" if re.match(rb'\{\s*"name"', head) else _TRACES
+    return _TRACES if any(key in head for key in _OF_TRACES) else _WORKLOAD
