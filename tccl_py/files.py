@@ -225,7 +225,7 @@ def decode_json(text: str, kind: type[T], *, where: str, name: str = "", right: 
         return msgspec.json.decode(text.encode(), type=kind, dec_hook=parsed)
     except (RecursionError, msgspec.MsgspecError) as error:
         words = re.sub("(?<=[a-z])(?=[A-Z])", " ", name or kind.__name__.strip("_")).lower()
-        fault = f"does not fit the {words} format ({error})"
+        fault = f"does not fit the {words} format ({_explained(error, kind)})"
         if isinstance(error, RecursionError):
             fault = "is nested too deep"
         elif not text.strip():
@@ -244,7 +244,27 @@ def check_value(value: object, kind: Any, *, where: str) -> None:
     try:
         msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise InputError(where, f"does not fit ({error})", "give what is expected there") from error
+        text = _explained(error, kind)
+        if " - at" not in text:
+            text = text.replace("`object`", f"`{getattr(kind, '__name__', kind)}`")
+        fault = f"does not fit ({text})"
+        raise InputError(where, fault, "give what is expected there") from error
+
+
+def _explained(error: Exception, kind: Any) -> str:
+    """Return msgspec's text on a value, with the possible words where it is another one."""
+    found = re.match(r"Invalid enum value '.*'(?: - at `\$(.*)`)?$", str(error), re.DOTALL)
+    if found is None:
+        return str(error)
+    kinds = [msgspec.inspect.type_info(kind)]
+    for name in re.findall(r"\.(\w+)|\[", found[1] or ""):
+        fields = [field for one in kinds for field in getattr(one, "fields", ())]
+        inner = [field.type for field in fields if field.encode_name == name]
+        inner += [one.item_type for one in kinds if not name and hasattr(one, "item_type")]
+        kinds = inner
+    members = [member for one in kinds for member in getattr(one, "types", (one,))]
+    words = [word for one in members for word in getattr(one, "values", ())]
+    return f"{error}, one of {', '.join(words)}" if words else str(error)
 
 
 def check_version(version: int, readable: int, where: str | Path) -> None:

@@ -1,6 +1,7 @@
 """The frame of the `tccl` command: exit codes, sentences, help, output that cannot be written."""
 
 import ast
+import math
 import os
 import re
 import signal
@@ -415,6 +416,11 @@ def test_an_error_of_the_library_names_the_commands_option():
     assert error.startswith("tccl: --gpus: ")
 
 
+def small_parts():
+    model = load_bundled(SMALL)
+    return model.machine, model.knowledge, tccl_py.Simulator(model)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -438,11 +444,53 @@ def test_an_error_of_the_library_names_the_commands_option():
         lambda: tccl_py.open_source("amd-v100", gpus=3),
         lambda: tccl_py.open_source("amd-v100", journal=3),
         lambda: tccl_py.search_problem(None, None, None, "fast"),
+        lambda: tccl_py.open_source(backend="host", devices="2"),
+        lambda: tccl_py.open_source(backend="host", options=3),
+        lambda: tccl_py.make_plan(*small_parts(), gpus=["0", "1"]),
+        lambda: tccl_py.make_plan(*small_parts(), budget=3),
+        lambda: tccl_py.search_problem(*small_parts(), budget="x"),
+        lambda: tccl_py.cluster_of([], switches=3),
+        lambda: plan_of(SMALL).what_if((0, 1), ring="0"),
+        lambda: plan_of(SMALL).subset(3),
+        lambda: plan_of(SMALL).write(3),
+        lambda: plan_of(SMALL).save(3),
+        lambda: tccl_py.write_plan(plan_of(SMALL), 3),
     ],
 )
 def test_a_parameter_of_another_type_is_named(wrong):
     with pytest.raises(InputError, match=r"^`[a-z]+`: is of type "):
         wrong()
+
+
+@pytest.mark.parametrize("limits", [{"sets": "x"}, {"sets": 0}, {"seconds": math.nan}])
+def test_a_budget_whose_limits_cannot_be_kept_is_refused(limits):
+    (name,) = limits
+    with pytest.raises(InputError, match=rf"`budget`: does not fit .*{name}"):
+        tccl_py.make_plan(*small_parts(), budget=tccl_py.Budget(**limits))
+
+
+@pytest.mark.parametrize("form, right", [(tccl_py.Flow, "flow"), (tccl_py.TransferSet, "set")])
+def test_a_text_in_the_place_of_transfers_is_not_taken_for_its_letters(form, right):
+    with pytest.raises(InputError, match=f"read it by `parse_{right}`"):
+        form("G0->G0->G1")
+
+
+def test_a_word_that_is_none_of_several_is_refused_with_all_of_them():
+    with pytest.raises(InputError, match="'best', one of any, only"):
+        tccl_py.cluster_of([], rails="best")
+
+
+def test_a_plan_written_from_python_is_not_told_of_an_option_of_commands(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError) as refused:
+        plan_of(SMALL).write(tmp_path)
+    assert refused.value.right == "name a new directory"
+
+
+@pytest.mark.parametrize("repeats", ["x", 1])
+def test_repeats_that_give_no_interval_are_refused_where_they_are_named(repeats):
+    with pytest.raises(InputError, match=f"repeats: is {repeats}; 6 or more"):
+        MeasurementOptions(repeats=repeats)
 
 
 def test_a_target_that_is_no_number_is_refused():

@@ -56,6 +56,21 @@ WRONG = [
 ]
 
 
+def test_a_workload_may_begin_with_any_of_its_fields(tmp_path):
+    path = tmp_path / "job.json"
+    fields = msgspec.to_builtins(WORKLOAD)
+    path.write_bytes(msgspec.json.encode(dict(reversed(fields.items()))))
+    assert open_workload([str(path)]) == WORKLOAD
+
+
+def test_a_collective_that_there_is_not_is_refused_with_those_there_are(tmp_path):
+    path = tmp_path / "job.json"
+    wrong = msgspec.structs.replace(ROW, collective="allreduce")
+    path.write_bytes(msgspec.json.encode(msgspec.structs.replace(WORKLOAD, rows=(wrong,))))
+    with pytest.raises(InputError, match=r"rows\[0\].*one of all_gather, all_reduce, "):
+        open_workload([str(path)])
+
+
 @pytest.mark.parametrize("names", [["pipelin"], ["pipeline", "fsdp"]])
 def test_a_workload_that_is_no_file_is_refused_with_the_bundled_names(names):
     with pytest.raises(InputError, match="is no file") as refused:

@@ -119,6 +119,8 @@ def explain(
     ('bounce',)
     """
     check_type(plan, "plan", Plan)
+    check_type(max_sets, "max_sets", int)
+    check_type(most, "most", int)
     sources = source if isinstance(source, Sequence) else [source]
     share = max_sets // len(sources)
     hosts = [

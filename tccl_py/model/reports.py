@@ -8,6 +8,7 @@ from typing import TypeVar
 import msgspec
 
 from tccl_py.errors import InputError, check_type, require
+from tccl_py.files import check_value
 from tccl_py.model.cluster import (
     Cluster,
     Host,
@@ -52,6 +53,10 @@ def cluster_of(
     """
     for report in reports:
         check_type(report, "reports", HostReport)
+        check_type(report.host, "host", str)
+        check_type(report.machine, "machine", Machine)
+    check_type(switches, "switches", SwitchTree, type(None))
+    check_value(rails, Rails, where="`rails`")
     classes, hosts = (list(known.classes), list(known.hosts)) if known else ([], [])
     forms = [_form(node_class.machine, node_class.knowledge) for node_class in classes]
     numbers = {form: at for at, form in reversed(list(enumerate(forms)))}

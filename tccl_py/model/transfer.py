@@ -135,6 +135,8 @@ class Flow(TextValue):
         fifo: Fifo | None = None,
         buffer: int | None = None,
     ) -> None:
+        if isinstance(transfers, str):
+            raise InputError("`transfers`", "is a text", "read it by `parse_flow`")
         kind = _kind(transfers)
         if kind in ("bounce", "network"):
             fifo = fifo or Fifo()
@@ -211,6 +213,8 @@ class TransferSet(TextValue):
     __slots__ = ("flows",)
 
     def __init__(self, flows: tuple[Flow, ...]) -> None:
+        if isinstance(flows, str):
+            raise InputError("`flows`", "is a text", "read it by `parse_set`")
         self.flows: Final = flows
         self._text = " ".join(map(str, flows))
 

@@ -355,6 +355,9 @@ def write_plan(
     Raises InputError: a file cannot be written; the earlier files are still there.
     """
     check_type(plan, "plan", Plan)
+    check_type(directory, "directory", str, Path)
+    check_type(models, "models", Mapping, type(None))
+    check_type(tables, "tables", Mapping, type(None))
     directory = Path(directory)
     files = plan_files(plan, directory, models=models, fingerprint=fingerprint)
     write_with_plan({**files, **(tables or {})}, directory, check=load_plan)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tccl_py.errors import require
+from tccl_py.errors import check_type, require
 from tccl_py.files import encode_json, write_atomically
 from tccl_py.model.cluster import Cluster, NodeClass
 from tccl_py.model.machine import Knowledge, Machine
@@ -128,6 +128,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """
         from tccl_py.planning.rating import write_directory  # noqa: PLC0415 (is above)
 
+        check_type(directory, "directory", str, Path)
         write_directory(self, Path(directory), source, tables)
 
     def rate(
@@ -154,6 +155,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
         Raises InputError: no such ring, or as `rate`.
         """
+        check_type(ring, "ring", int)
         count = self.ring_count
         require(0 <= ring < count, "ring", f"is {ring}", f"0 to {count - 1}")
         orders = (*self.orders[:ring], order, *self.orders[ring + 1 :])
@@ -374,6 +376,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def subset(self, gpus: Iterable[int]) -> SubsetRings | None:
         """Return the rings planned for exactly these GPUs (ranks over several hosts), or None."""
+        check_type(gpus, "gpus", Iterable)
         part = self.parts.get(tuple(sorted(gpus)))
         return part if part is not None and part.rings else None
 
@@ -382,4 +385,5 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
         Raises InputError: the place cannot be written.
         """
+        check_type(path, "path", str, Path)
         write_atomically(Path(path), encode_json(self))

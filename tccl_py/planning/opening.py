@@ -156,7 +156,7 @@ def ring_counts_of(text: str | None) -> tuple[int, ...] | None:
 
 
 @contextmanager
-def output_directory(directory: Path, *, force: bool) -> Iterator[Path]:
+def output_directory(directory: Path, *, force: bool | None) -> Iterator[Path]:
     """Make `directory` ready to take a plan and a journal; yield the journal's path.
 
     A directory with a journal and no plan, or the plan of an interrupted search, is resumed. If an
@@ -200,7 +200,7 @@ def holds_measurements(journal: Path) -> bool:
     return False
 
 
-def _check_held(directory: Path, *, force: bool) -> None:
+def _check_held(directory: Path, *, force: bool | None) -> None:
     held = {entry.name for entry in directory.iterdir()}
     where = str(directory)
     if PLAN_FILE in held:
@@ -209,10 +209,12 @@ def _check_held(directory: Path, *, force: bool) -> None:
         with suppress(InputError):
             resumed = load_plan(directory).cancelled
         if not force and not resumed:
-            raise InputError(where, "already holds a plan", "add `force` to replace it")
+            right = "name a new directory" if force is None else "add `force` to replace it"
+            raise InputError(where, "already holds a plan", right)
         return
     if held - {JOURNAL_FILE} and not force:
-        right = "name a new directory, or add `force` to use this one"
+        right = "name a new directory"
+        right += "" if force is None else ", or add `force` to use this one"
         raise InputError(where, "is not empty", right)
     # Without a plan beside them these are not ours to replace.
     for name in sorted(held & set(FOLDERS)):

@@ -125,7 +125,7 @@ def write_directory(
     """Write a plan, its journal and its models into a new or empty directory; see `Plan.write`."""
     benches = benches_of(plan, source)
     first, names = benches[0], [node_class.name for node_class in plan.cluster.classes]
-    with output_directory(directory, force=False) as journal:
+    with output_directory(directory, force=None) as journal:
         # Commands ask models and hardware again: no source of another kind, nor several.
         again = first.model is not None or first.fingerprint is not None
         if again and len(benches) == 1 and not journal.exists():

@@ -30,7 +30,7 @@ from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.versions import ASSUMED, Level
 from tccl_py.nccl.view import NcclView, view
 from tccl_py.plan.chains import Order, condensed
-from tccl_py.search.problem import Budget, Reporter, SearchProblem, SetRule
+from tccl_py.search.problem import Budget, Reporter, SearchProblem, SetRule, check_budget
 from tccl_py.search.strategies import Strategy, strategy_name
 from tccl_py.sources.bench import Allowance, Bench, bench_for
 
@@ -76,8 +76,9 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         strategy_name(self.strategy)  # Raises InputError
+        check_budget(self.budget)
         for field in msgspec.structs.fields(self):
-            if field.name != "strategy":
+            if field.name not in ("strategy", "budget"):
                 check_value(getattr(self, field.name), field.type, where=f"`{field.name}`")
         if self.target is not None:
             _ = self.options  # Raises InputError
@@ -265,6 +266,8 @@ def chosen_gpus(machine: Machine, gpus: Sequence[int] | str | None) -> tuple[int
     where = f"machine {machine.name}" if gpus is None else "`gpus`"
     gpus = parse_gpus(gpus, where) if isinstance(gpus, str) else gpus
     indices = machine.gpu_indices if gpus is None else tuple(gpus)
+    for index in indices:
+        check_type(index, "gpus", int)
     chosen = tuple(sorted({machine.gpu(index).index for index in indices}))
     few = f"has {counted(len(chosen), 'GPU')} to plan for"
     require(len(chosen) > 1, where, few, "a ring joins 2 or more")
@@ -306,7 +309,10 @@ def search_problem(
     Args as `make_plan`; settings None are NCCL's defaults. Raises InputError: unknown GPUs, fewer
     than two, or settings that the version of NCCL does not have.
     """
+    check_type(machine, "machine", Machine)
+    check_type(knowledge, "knowledge", Knowledge)
     check_type(settings, "settings", Settings, type(None))
+    check_budget(budget)
     settings = check_settings(Settings() if settings is None else settings)
     task = Task(
         machine=machine,

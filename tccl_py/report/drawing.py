@@ -16,6 +16,7 @@ from markupsafe import Markup, escape
 
 from tccl_py.errors import check_type, visible
 from tccl_py.explanation.paths import Paths
+from tccl_py.files import check_value
 from tccl_py.model.machine import Machine
 from tccl_py.model.rings import Ring
 from tccl_py.plan.chains import PlanChain
@@ -154,6 +155,7 @@ def drawing(
     Its colours are those of `scheme`, or follow the reader's.
     """
     check_type(subject, "subject", Machine, MachineModel, Plan, PlanChain, Ring)
+    check_value(scheme, Scheme | None, where="`scheme`")
     if isinstance(subject, MachineModel):
         subject = subject.machine
     if isinstance(subject, (PlanChain, Ring)):

@@ -7,13 +7,14 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tccl_py.errors import SearchError
+from tccl_py.errors import SearchError, check_type
+from tccl_py.files import check_types
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.rings import Hop, HopSpace, Ring, RingSet, ring, ring_set
 from tccl_py.model.symmetry import FlowCodes, Symmetry, smallest_row
@@ -27,9 +28,15 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
     after so many sets without a better ring.
     """
 
-    sets: int | None = None
-    seconds: float | None = None
-    idle_sets: int | None = None
+    sets: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    seconds: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    idle_sets: Annotated[int, msgspec.Meta(ge=1)] | None = None
+
+
+def check_budget(budget: Budget) -> None:
+    """Raise InputError unless this is a budget whose limits can be kept."""
+    check_type(budget, "budget", Budget)
+    check_types(budget, where="`budget`")
 
 
 class SetRule(Protocol):

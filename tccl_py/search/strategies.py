@@ -103,7 +103,19 @@ class Run:
             self.report()
 
     def offer_known(self, sets: Sequence[Sequence[Ring | Sequence[int]]]) -> None:
-        """Measure ring sets given as GPU orders, or as rings of another space."""
+        """Measure ring sets given as GPU orders, or as rings of another space.
+
+        Raises InputError: what is no ring, or has not each GPU once.
+        """
+        for known in sets:
+            check_type(known, "sets", Sequence)
+            require(known, "`sets`", "has a set without rings", "a set has one ring at least")
+            for ring in known:
+                check_type(ring, "sets", Sequence, Ring)
+                order = ring.gpus if isinstance(ring, Ring) else ring
+                right = f"each of {', '.join(map(str, self.problem.gpus))} once"
+                good = sorted(order) == sorted(self.problem.gpus)
+                require(good, "`sets`", f"has a ring {tuple(order)}"[:80], right)
         for count in self.problem.spaces:
             index = self.plain_index(count)
             for known in sets:

@@ -60,7 +60,9 @@ def open_source(
     """
     if machine is not None:
         check_type(machine, "machine", str, Path, MachineModel, MeasuredMachine)
+    check_type(devices, "devices", int, type(None))
     check_type(gpus, "gpus", Sequence, type(None))
+    check_type(options, "options", MeasurementOptions, type(None))
     check_type(journal, "journal", str, Path, type(None))
     is_own_host = machine is None or (backend is None and devices is None)
     require(is_own_host, "backend, devices", "are of this host", "leave them out beside a machine")

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 
-from tccl_py.errors import BudgetSpentError, InputError, MeasurementError, SourceLostError
+from tccl_py.errors import (
+    BudgetSpentError,
+    InputError,
+    MeasurementError,
+    SourceLostError,
+    require,
+)
 from tccl_py.model.machine import Fingerprint, Knowledge, Machine
 from tccl_py.model.measurement import Backend, FlowCoupling, JournalHeader, Measurement
 from tccl_py.model.transfer import TransferSet, index_of
@@ -26,7 +32,7 @@ if TYPE_CHECKING:
     """A GPU's clocks, links and processes, and sentences on what would spoil measurements."""
 
 DEFAULT_TARGET = 0.01
-REPEATS = 30
+REPEATS, LEAST_REPEATS = 30, 6
 _SEARCH_REPEATS = 10
 """A search measures hundreds of sets, and measures its results several times more."""
 _DRY_TARGET, _DRY_REPEATS = 0.1, 6
@@ -79,6 +85,8 @@ class MeasurementOptions(msgspec.Struct, frozen=True, kw_only=True):
         # The comparison is written so that NaN fails it.
         if not (isinstance(self.target, (int, float)) and 0 < self.target <= 1):
             raise InputError("target", f"is {self.target}", "above 0 and at most 1, as 0.01")
+        good = isinstance(self.repeats, int) and self.repeats >= LEAST_REPEATS
+        require(good, "repeats", f"is {self.repeats}", f"{LEAST_REPEATS} or more, as 30")
         if self.meeting not in get_args(FlowCoupling):
             where = f"meeting {self.meeting[:20]!r}"
             raise InputError(where, "is not known", f"one of {', '.join(get_args(FlowCoupling))}")
