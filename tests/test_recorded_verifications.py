@@ -4,6 +4,8 @@ import io
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
 from tccl_py.cli.verify import print_verification
@@ -11,7 +13,7 @@ from tccl_py.experiments.record import Verification
 from tccl_py.experiments.rounds import compare
 from tccl_py.experiments.size_table import read_tunings
 from tccl_py.files import decode_json
-from tccl_py.report.sizes import arm_charts, size_charts
+from tccl_py.report.sizes import arm_charts, size_charts, ticks_around
 from tccl_py.report.verification import facts_of, headline
 
 CASES = Path(__file__).parent / "cases" / "verification"
@@ -184,6 +186,15 @@ def test_charts_by_size_have_speed_latency_and_bandwidth_of_each_collective():
         assert kinds == [one.kind for one in bandwidth.series]
         assert [one.kind for one in speed.series] == kinds[1:]
         assert {"default", "plan", "tuned"} <= set(kinds)
+
+
+@given(st.floats(1e-6, 1e7), st.floats(1, 1e4))
+def test_axes_have_few_ticks_that_enclose_all_values_whatever_their_unit(low, ratio):
+    ticks = ticks_around(low, low * ratio)
+    assert 2 <= len(ticks) <= 10
+    assert ticks == sorted(set(ticks))
+    assert ticks[0] <= low * (1 + 1e-5)
+    assert ticks[-1] >= low * ratio * (1 - 1e-5)
 
 
 def test_predictions_by_size_held_and_the_plugins_tables_gained_as_measured():

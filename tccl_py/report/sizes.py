@@ -121,6 +121,7 @@ def _row_json(row: SizeRow) -> dict[str, Any]:
 
 _WIDTH, _HEIGHT = 560.0, 300.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52.0, 12.0, 10.0, 34.0
+_MOST_TICKS = 10
 SERIES = {
     "default": "default NCCL",
     "variables": "variables",
@@ -217,7 +218,7 @@ def _chart(name: str, title: str, points: Mapping[int, Spans]) -> SizeChart:
     ends = [
         end for spans in points.values() for span in spans.values() for end in (span.low, span.high)
     ]
-    sizes, ticks = list(points), _ticks(min(ends), max(ends))
+    sizes, ticks = list(points), ticks_around(min(ends), max(ends))
     x = _scale(sizes[0], sizes[-1], _LEFT, _WIDTH - _RIGHT)
     y = _scale(ticks[0], ticks[-1], _HEIGHT - _BOTTOM, _TOP)
     series = []
@@ -238,16 +239,18 @@ def _chart(name: str, title: str, points: Mapping[int, Spans]) -> SizeChart:
     )
 
 
-def _ticks(low: float, high: float) -> list[float]:
-    """Return round values around an interval: powers of 10, or tenths of a narrow one.
+def ticks_around(low: float, high: float) -> list[float]:
+    """Return two to ten round values around an interval: powers of 10 if it is wide.
 
-    >>> _ticks(3.0, 200.0), _ticks(0.95, 1.12)
-    ([1.0, 10.0, 100.0, 1000.0], [0.9, 1.0, 1.1, 1.2])
+    >>> ticks_around(3.0, 200.0), ticks_around(0.95, 1.12), ticks_around(20.0, 45.0)
+    ([1.0, 10.0, 100.0, 1000.0], [0.9, 1.0, 1.1, 1.2], [20.0, 25.0, 30.0, 35.0, 40.0, 45.0])
     """
     if high / low < 4:
-        step = 0.1 if high < 2 else 0.5
-        first, last = math.floor(low / step), math.ceil(high / step)
-        return [round(at * step, 1) for at in range(max(1, first), max(last, first + 1) + 1)]
+        decade = 10.0 ** math.floor(math.log10(high))
+        steps = (decade * share for share in (0.1, 0.2, 0.5, 1.0))
+        spans = ((step, math.floor(low / step), math.ceil(high / step)) for step in steps)
+        step, first, last = next(span for span in spans if span[2] - span[1] < _MOST_TICKS)
+        return [float(f"{at * step:g}") for at in range(first, max(last, first + 1) + 1)]
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     return [10.0**power for power in range(first, max(last, first + 1) + 1)]
 
