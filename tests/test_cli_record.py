@@ -1,6 +1,7 @@
 """`tccl run --record`: the job runs as it would, and its logs become a workload."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -84,6 +85,15 @@ def test_one_rank_of_a_job_leaves_the_reading_to_the_end_of_all(job, tmp_path):
         assert f"tccl workload {out}.logs" in done.stderr
 
 
+def test_a_rank_that_cannot_start_leaves_the_logs_of_the_others(tmp_path):
+    (tmp_path / "it.json.logs").mkdir()
+    (tmp_path / "it.json.logs" / "other.1.log").touch()
+    one_of_two = {"RANK": "1", "WORLD_SIZE": "2"}
+    ended = run("--record", tmp_path / "it.json", "--", "no-such-program", **one_of_two)
+    assert ended.returncode == 127
+    assert (tmp_path / "it.json.logs" / "other.1.log").is_file()
+
+
 def test_a_job_without_nccl_leaves_nothing(tmp_path):
     done = run("--record", tmp_path / "it.json", "--", "true")
     assert (done.returncode, list(tmp_path.iterdir())) == (2, [])
@@ -100,3 +110,36 @@ def test_signals_reach_a_recorded_job(tmp_path):
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) == 9
+
+
+STOPPED_AT_ITS_START = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+from tccl_py.workloads import record
+
+class Started(subprocess.Popen):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        while not Path(sys.argv[1]).exists():
+            time.sleep(0.01)
+        for name in ("SIGINT", sys.argv[2]):
+            os.kill(os.getpid(), signal.Signals[name])
+
+subprocess.Popen = Started
+script = f"trap 'exit 9' TERM USR1; touch {sys.argv[1]}; while :; do sleep 0.1; done"
+sys.exit(record.run_job(["sh", "-c", script], os.environ))
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_signal_that_comes_while_a_recorded_job_starts_reaches_it(name, tmp_path):
+    words = [sys.executable, "-c", STOPPED_AT_ITS_START, tmp_path / "ready", name]
+    assert subprocess.run(words, check=False, timeout=60).returncode == 9
+
+
+def test_a_signal_that_is_ignored_is_ignored_by_the_recorded_job_as_well(tmp_path):
+    script = "kill -HUP $$; kill -INT $$; exit 3"
+    words = [sys.executable, "-m", "tccl_py", "run", "--record", tmp_path / "it.json", "--"]
+    command = shlex.join([*map(str, words), "sh", "-c", script])
+    ignoring = ["sh", "-c", f"trap '' HUP INT; exec {command}"]
+    assert subprocess.run(ignoring, check=False, timeout=60).returncode == 3

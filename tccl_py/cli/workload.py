@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -100,7 +101,9 @@ def record_job(command: Sequence[str], environment: Mapping[str, str], output: P
     try:
         code = run_job(command, {**environment, **variables})
     except (OSError, ValueError):
-        shutil.rmtree(folder, ignore_errors=not one_rank)
+        # Logs in it are those of other ranks.
+        with suppress(OSError):
+            folder.rmdir()
         raise
     seconds = time.monotonic() - begun
     if one_rank:

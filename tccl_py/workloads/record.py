@@ -7,6 +7,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryFile
 from types import FrameType
 
 from tccl_py.errors import counted, require
@@ -61,18 +62,29 @@ def run_job(command: Sequence[str], environment: Mapping[str, str]) -> int:
 
     Signals to this process are passed on; Ctrl-C reaches both by the terminal.
     """
-    with subprocess.Popen(list(command), env=dict(environment)) as job:
+    job: subprocess.Popen[bytes] | None = None
+    early: list[int] = []
 
-        def forward(number: int, _: FrameType | None) -> None:
+    def forward(number: int, _: FrameType | None) -> None:
+        if job is None:
+            early.append(number)
+        else:
             job.send_signal(number)
 
-        before = {number: signal.signal(number, forward) for number in _FORWARDED}
-        before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        try:
+    # Before the job starts. It inherits what is ignored, so Ctrl-C gets a handler without effect.
+    handlers = {**dict.fromkeys(_FORWARDED, forward), signal.SIGINT: lambda *_: None}
+    ignored = {number for number in handlers if signal.getsignal(number) == signal.SIG_IGN}
+    before = {
+        number: signal.signal(number, handlers[number]) for number in handlers.keys() - ignored
+    }
+    try:
+        with subprocess.Popen(list(command), env=dict(environment)) as job:
+            for number in early:
+                job.send_signal(number)
             code = job.wait()
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     return code if code >= 0 else 128 - code
 
 
@@ -92,13 +104,12 @@ def recording_cost(logs: Sequence[Path], seconds: float) -> str:
     total = sum(path.stat().st_size for path in logs)
     lines = sum(map(_lines_of, logs))
     line = b"x" * max(1, total // max(1, lines) - 1) + b"\n"
-    probe = logs[0].with_suffix(".probe")
-    with refused(probe, "cannot be written", SPACE), probe.open("wb", buffering=0) as file:
+    place = logs[0].parent
+    with refused(place, "cannot be written", SPACE), TemporaryFile(dir=place, buffering=0) as file:
         begun = time.perf_counter()
         for _ in range(_PROBED):
             file.write(line)
         each = (time.perf_counter() - begun) / _PROBED
-    probe.unlink(missing_ok=True)
     share = lines / len(logs) * each / max(seconds, 1e-9)
     return (
         f"NCCL logged {counted(lines, 'line')} ({total / 1e6:.1f} MB) in "
