@@ -12,9 +12,11 @@ from tccl_py.health.checks import acs_control
 from tccl_py.health.doctor import examine
 from tccl_py.health.host import DriverState, HostState, rules
 from tccl_py.model.machine import PeerAccess
+from tccl_py.nccl.settings import environment as environment_of
 from tccl_py.nccl_library import InstalledNccl
-from tccl_py.plan.directory import write_plan
+from tccl_py.plan.directory import write_new_plan, write_plan
 from tccl_py.readers.live import GpuFacts
+from tests.cluster_plans import equal_hosts
 from tests.planned import needing_a_graph, plan_of
 from tests.recorded_hosts import config_space, link, pci, recorded, write
 
@@ -408,6 +410,30 @@ def test_an_installed_plugin_that_does_nothing_is_told(tmp_path, change, word):
     findings = [one for one in examine(HostState(root=tmp_path)).findings if one.check == "plugin"]
     assert len(findings) == bool(word)
     assert all(word in one.what for one in findings)
+
+
+@pytest.mark.parametrize(
+    ("host", "change", "word"),
+    [
+        ("gpu0000", lambda job: None, ""),
+        ("gpu0002", lambda job: None, "it is missing"),
+        ("gpu0000", lambda job: (job / "manifest.json").write_text('{"files": {}}'), "beside"),
+        ("gpu0000", lambda job: (job / "nccl/hosts/path-0.xml").write_text(""), "path-0.xml"),
+    ],
+)
+def test_the_plugin_of_a_job_over_hosts_is_judged_by_the_index_of_this_host(
+    tmp_path, host, change, word
+):
+    made = needing_a_graph(equal_hosts(2))
+    write_new_plan(made, tmp_path / "job")
+    (tmp_path / "job" / "nccl" / "libnccl-env-tccl.so").touch()
+    change(tmp_path / "job")
+    loading = {"NCCL_ENV_PLUGIN": "/job/nccl/libnccl-env-tccl.so", "TCCL_JOB": "/job"}
+    environment = {**environment_of(made.settings), **loading, "SLURMD_NODENAME": host}
+    state = HostState(root=tmp_path, environment=environment)
+    findings = [one.what for one in examine(state).findings if one.check == "plugin"]
+    assert len(findings) == bool(word)
+    assert all(word in one for one in findings)
 
 
 def test_other_plugins_and_older_versions_are_told(tmp_path):

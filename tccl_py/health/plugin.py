@@ -7,11 +7,14 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
+import socket
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from tccl_py.delivery.plugin import PLUGIN_VARIABLE, why_not_trusted
+from msgspec.structs import replace
+
+from tccl_py.delivery.plugin import JOB_VARIABLE, PLUGIN_VARIABLE, why_not_trusted
 from tccl_py.errors import InputError
 from tccl_py.health.host import Defect, HostState, Results, defect, in_force, lines_of
 from tccl_py.nccl.plugin import LIBRARY
@@ -24,7 +27,9 @@ from tccl_py.nccl.plugin.index import (
 )
 from tccl_py.nccl.versions import NEWER_VARIABLE, why_no_plugin
 from tccl_py.nccl_conf import ConfLine, home
+from tccl_py.plan.host_files import HOSTS_FOLDER
 from tccl_py.plan.staging import MANIFEST_FILE
+from tccl_py.readers.hosts import NODE_NAME
 
 _CONFLICTING = {
     "NCCL_NET_PLUGIN": "if NCCL takes its network, later communicators get default NCCL",
@@ -37,14 +42,13 @@ _UUID = re.compile(r"GPU UUID:\s*(GPU-[0-9a-f-]{36})\s", re.ASCII)
 
 def check_plugin(host: HostState) -> Results:
     """Report a plugin that is installed and does not work, or not for every NCCL here."""
-    variables, files = in_force(host), lines_of(host)
-    installed = [line for line in files if line.name in (PLUGIN_VARIABLE, INDEX_VARIABLE)]
-    named, index = variables.get(PLUGIN_VARIABLE), variables.get(INDEX_VARIABLE)
-    ours = any(Path(line.value).name == LIBRARY for line in (*installed, *filter(None, [named])))
-    if not ours and index is None:
+    variables = in_force(host)
+    named, index = variables.get(PLUGIN_VARIABLE), _index(host, variables)
+    lines = [line for line in (named, *lines_of(host)) if line and line.name == PLUGIN_VARIABLE]
+    place = named or index
+    if place is None or not (index or any(Path(line.value).name == LIBRARY for line in lines)):
         return
-    place = named or index or installed[0]
-    for fault, fix in _plugin_faults(host):
+    for fault, fix in _plugin_faults(host, variables, named, index):
         yield defect("plugin", place.where, what=fault, fix=fix)
     for name, effect in _CONFLICTING.items():
         line = variables.get(name)
@@ -70,10 +74,24 @@ def plugin_complaints() -> list[str]:
     return [f"{bad.where}: {bad.what}" for bad in results if bad.severity != "note"]
 
 
-def _plugin_faults(host: HostState) -> Iterator[tuple[str, str]]:
+def _index(host: HostState, variables: Mapping[str, ConfLine]) -> ConfLine | None:
+    """Return the index that the plugin reads: of a job over hosts this host's, by its names."""
+    job = variables.get(JOB_VARIABLE)
+    if job is None:
+        return variables.get(INDEX_VARIABLE)
+    own = socket.gethostname()
+    names = (host.environment.get(NODE_NAME) or own, own, own.partition(".")[0])
+    paths = [f"{job.value}/nccl/{HOSTS_FOLDER}/{name}.index" for name in names]
+    return replace(job, value=next(filter(host.has, paths), paths[-1]))
+
+
+def _plugin_faults(
+    host: HostState,
+    variables: Mapping[str, ConfLine],
+    named: ConfLine | None,
+    index: ConfLine | None,
+) -> Iterator[tuple[str, str]]:
     """Yield what keeps the plugin from working, and the remedy."""
-    variables = in_force(host)
-    named, index = variables.get(PLUGIN_VARIABLE), variables.get(INDEX_VARIABLE)
     if named is None or Path(named.value).name != LIBRARY:
         state = "is not set" if named is None else f"names another plugin, {named.value[:60]}"
         fix = f"unset it; TCCL_ENV_PLUGIN_NEXT=PATH loads another plugin behind {LIBRARY}"
@@ -118,10 +136,10 @@ def _why_unusable(host: HostState, path: Path) -> str:
         with suppress(OSError):
             if why := why_not_trusted(path):
                 return why
-    recorded = None
-    manifest = host.data(str(path.parent.parent / MANIFEST_FILE), limit=MAX_INDEX_BYTES)
+    recorded, directory = None, path.parents[2 if path.parent.name == HOSTS_FOLDER else 1]
+    manifest = host.data(str(directory / MANIFEST_FILE), limit=MAX_INDEX_BYTES)
     with suppress(ValueError, KeyError):
-        recorded = json.loads(manifest or b"{}")["files"].get(f"nccl/{path.name}", "")
+        recorded = json.loads(manifest or b"{}")["files"].get(str(path.relative_to(directory)), "")
     if recorded not in (None, hashlib.sha256(data).hexdigest()):
         return "it is not the index of the plan beside it"
     fields = [line.split(" ") for line in body.decode("ascii", "replace").splitlines()]
