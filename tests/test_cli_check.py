@@ -363,15 +363,28 @@ def test_a_slower_link_is_the_culprit(verified, session):
     assert "at GPU 2's own PCIe link" in result.stdout
 
 
-def test_patterns_that_the_journal_lacks_are_learnt_once(verified, monkeypatch):
-    directory, _ = verified
-    pattern = parse_set("G0->G0->G2{blocks=7} G1->G1->G3{blocks=7}")
+PATTERN = parse_set("G0->G0->G2{blocks=7} G1->G1->G3{blocks=7}")
+
+
+@pytest.fixture
+def lacking(verified, monkeypatch):
+    """A plan whose journal lacks a pattern of writes above a switch."""
     for module in ("health.drift", "health.remeasuring"):
-        monkeypatch.setattr(f"tccl_py.{module}.collapse_patterns", lambda *_, **__: iter([pattern]))
-    first, second = (tccl("check", directory, "--preflight") for _ in range(2))
+        monkeypatch.setattr(f"tccl_py.{module}.collapse_patterns", lambda *_, **__: iter([PATTERN]))
+    return verified[0]
+
+
+def test_patterns_that_the_journal_lacks_are_learnt_once(lacking):
+    first, second = (tccl("check", lacking, "--preflight") for _ in range(2))
     assert "later preflights compare" in first.stderr
     assert "later preflights compare" not in second.stderr
-    assert len(read_journal(directory / "measurements.jsonl").measurements[pattern]) == 3
+    assert len(read_journal(lacking / "measurements.jsonl").measurements[PATTERN]) == 3
+
+
+def test_a_pattern_that_no_time_was_left_for_is_not_said_to_be_learnt(lacking):
+    hurried = tccl("check", lacking, "--preflight", "--max-seconds", "0.001")
+    assert "later preflights compare" not in hurried.stderr
+    assert PATTERN not in read_journal(lacking / "measurements.jsonl").measurements
 
 
 def test_a_preflight_by_a_simulated_plan_is_refused(plan):

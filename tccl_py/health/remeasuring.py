@@ -15,6 +15,7 @@ from tccl_py.errors import InputError, MeasurementError
 from tccl_py.explanation.paths import collapse_patterns
 from tccl_py.health.drift import ROUNDS, Drift, Effort, Journal, find_drift, joined
 from tccl_py.model.measurement import JOURNAL_FILE, BandwidthSource, JournalHeader
+from tccl_py.model.transfer import TransferSet
 from tccl_py.plan.plan import Plan
 from tccl_py.planning.plan_sources import (
     class_sources,
@@ -67,15 +68,17 @@ class Remeasuring(NamedTuple):
         lacking = [pattern for pattern in patterns if pattern not in rates]
         if not lacking:
             return []
-        over = f"above {len(lacking)} switches"
+        learnt: set[TransferSet] = set()
         try:
             with closing(JournalFile(directory / JOURNAL_FILE, self.source.header)) as journal:
                 for pattern in lacking * ROUNDS:
                     if time.monotonic() < until:
                         journal.append(self.source.again(pattern))
+                        learnt.add(pattern)
         except (InputError, MeasurementError) as error:
-            return [f"writes {over} cannot be compared: {error}"]
-        return [f"measured writes {over}: later preflights compare with them"]
+            return [f"writes above {len(lacking)} switch(es) cannot be compared: {error}"]
+        text = f"measured writes above {len(learnt)} switch(es): later preflights compare with them"
+        return [text] if learnt else []
 
 
 @contextmanager
