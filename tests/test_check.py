@@ -10,16 +10,20 @@ from tccl_py.explanation.paths import Paths
 from tccl_py.health.drift import (
     Effort,
     chosen_sets,
+    drift_json,
     find_drift,
     gpus_of,
+    joined,
     link_class,
     prometheus_text,
 )
 from tccl_py.health.drift_statistics import Comparison, common_spread, compared, points_to
 from tccl_py.model.machine import Fingerprint, Knowledge
 from tccl_py.model.transfer import parse_flow, parse_set, transfer_set
+from tccl_py.simulator.descriptions import model_for
 from tccl_py.simulator.source import Simulator
-from tests.drifting import checked, exact_rates, journalled, with_slower_link
+from tests.cluster_plans import FOUR, PAIR, cluster_plan
+from tests.drifting import Noisy, checked, exact_rates, journalled, with_slower_link
 from tests.toy import toy_machine
 
 PCIE = "intel-v100"
@@ -184,7 +188,7 @@ def test_the_time_is_kept_and_what_was_left_out_is_told(case):
     assert drift.seconds <= 60
     assert drift.skipped
     assert len(drift.sets) + len(drift.skipped) == 24
-    assert slow.asked[0] in map(str, drift.sets)
+    assert slow.asked[0] in [str(row.transfers) for row in drift.sets]
 
 
 def test_too_little_time_is_refused(case):
@@ -208,6 +212,28 @@ def test_a_set_that_cannot_be_measured_any_more_is_drift(case):
     assert drift.drifted
     assert not drift.changes
     assert all(why.endswith("G0 has fallen off the bus") for why in drift.lost.values())
+
+
+def test_equal_sets_of_unlike_hosts_are_compared_and_named_apart():
+    chains = {"gpu1": ((0, (0, 1, 2, 3), 1),), "gpu2": ((0, (0, 1), 1),)}
+    plan = cluster_plan([("gpu1", FOUR), ("gpu2", PAIR)], chains)
+    sets = [parse_set(text) for text in ("G0->G0->C0->G1->G1", "G1->G1->C0->G0->G0")]
+    drifts = []
+    for number, node in enumerate(plan.cluster.classes):
+        model = model_for(node.machine)
+        then = Noisy(exact_rates(model), noise=0.01)
+        journal = {one: [then.measure([one])[0] for _ in range(4)] for one in sets}
+        now = exact_rates(with_slower_link(model, "G1", 0.4) if number else model)
+        drifts.append(find_drift(plan, journal, Noisy(now, noise=0.01, seed=7), number=number))
+    both = joined(plan, drifts)
+    assert drift_json(plan, both)["sets_compared"] == len(plan.cluster.classes) * len(sets)
+    assert {(row.hosts, row.transfers) for row in both.changes} == {("pair", one) for one in sets}
+    text = prometheus_text(both, {"machine": "two"}, now=0)
+    changed = [line for line in text.splitlines() if line.startswith("tccl_check_set_changed")]
+    flags = [line.rpartition('hosts="')[2] for line in changed]
+    assert sorted(flags) == ['four"} 0', 'four"} 0', 'pair"} 1', 'pair"} 1']
+    gone = [msgspec.structs.replace(one, lost={sets[0]: "gone"}) for one in drifts]
+    assert joined(plan, gone).lost == {sets[0]: "gone; gone"}
 
 
 def test_an_empty_journal_has_nothing_to_compare(case):

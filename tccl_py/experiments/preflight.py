@@ -93,7 +93,7 @@ class Preflight(msgspec.Struct, frozen=True, kw_only=True):
             for transfers, why in drift.lost.items()
         ]
         fell = (row for row in drift.changes if row.ratio < 1)
-        rates = [(f"{row.flow} in {row.transfers}", row.was_gbps, row.is_gbps) for row in fell]
+        rates = [(f"{row.name} in {row.transfers}", row.was_gbps, row.is_gbps) for row in fell]
         cause = drift.points_to if rates or lost else ""
         rates += [
             (f"{jobs.collective} of {size_text(row.bytes)}", row.expected_gbps or 0, row.gbps)

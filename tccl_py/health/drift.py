@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.explanation.paths import Paths, collapse_patterns
@@ -76,9 +77,9 @@ class Drift(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.changes or self.lost)
 
     @property
-    def sets(self) -> dict[TransferSet, Comparison]:
-        """The sets compared, each with the flow that fell most."""
-        return {row.transfers: row for row in worst_of_each_set(self.rows)}
+    def sets(self) -> list[Comparison]:
+        """The flow that fell most of each set compared."""
+        return worst_of_each_set(self.rows)
 
 
 def find_drift(
@@ -111,6 +112,9 @@ def find_drift(
     families = len(plan.cluster.classes) * effort.families
     rows = _confirmed(sampler, chosen, journal, repeated, families)
     node = plan.cluster.classes[number]
+    if len(plan.cluster.classes) > 1:
+        rows = [replace(row, hosts=node.name) for row in rows]
+        sampler.lost = {key: f"on {node.name}, {why}" for key, why in sampler.lost.items()}
     return Drift(
         rows=tuple(rows),
         changes=tuple(worst_of_each_set(row for row in rows if row.alarming)),
@@ -127,14 +131,16 @@ def joined(plan: Plan, drifts: Sequence[Drift]) -> Drift:
     """Return the drift of all classes of a plan's hosts."""
     if len(drifts) == 1:
         return drifts[0]
-    names = [part.name for part in plan.cluster.classes]
-    causes = zip(names, (drift.points_to for drift in drifts), strict=True)
+    causes = zip(plan.cluster.classes, (drift.points_to for drift in drifts), strict=True)
     changes = (row for drift in drifts for row in drift.changes)
+    lost: dict[TransferSet, str] = {}
+    for transfers, why in (item for drift in drifts for item in drift.lost.items()):
+        lost[transfers] = f"{lost[transfers]}; {why}" if transfers in lost else why
     return Drift(
         rows=tuple(row for drift in drifts for row in drift.rows),
         changes=tuple(sorted(changes, key=lambda row: row.ratio)),
-        points_to="; ".join(f"on {name}, {cause}" for name, cause in causes if cause),
-        lost={transfers: why for drift in drifts for transfers, why in drift.lost.items()},
+        points_to="; ".join(f"on {part.name}, {cause}" for part, cause in causes if cause),
+        lost=lost,
         skipped=tuple(transfers for drift in drifts for transfers in drift.skipped),
         seconds=sum(drift.seconds for drift in drifts),
     )
@@ -210,7 +216,7 @@ def _confirmed(
         new = second.get((row.transfers, row.flow))
         same_direction = new is not None and (new.ratio > 1) == (row.ratio > 1)
         p = max(row.p, new.p) if new is not None and same_direction else 1.0
-        confirmed.append(msgspec.structs.replace(row, p=p) if row.alarming else row)
+        confirmed.append(replace(row, p=p) if row.alarming else row)
     return confirmed
 
 
@@ -276,6 +282,7 @@ def drift_json(plan: Plan, drift: Drift) -> dict[str, Any]:
         "changes": [
             {"set": str(row.transfers), "flow": str(row.flow)}
             | picked(row, "was_gbps", "is_gbps", "ratio", "p")
+            | ({"hosts": row.hosts} if row.hosts else {})
             for row in drift.changes
         ],
         "points_to": drift.points_to,
@@ -300,8 +307,16 @@ def prometheus_text(drift: Drift, labels: Mapping[str, str], *, now: float) -> s
     The node exporter's textfile collector takes it. Source of the format:
     prometheus.io/docs/instrumenting/exposition_formats.
     """
-    changed = {row.transfers for row in drift.changes} | drift.lost.keys()
-    sets = {key: {**labels, "set": str(key)} for key in (*drift.sets, *drift.lost)}
+
+    def of_set(transfers: TransferSet, hosts: str = "") -> dict[str, str]:
+        return {**labels, "set": str(transfers)} | ({"hosts": hosts} if hosts else {})
+
+    sets = [(of_set(row.transfers, row.hosts), row) for row in drift.sets]
+    changed = [of_set(row.transfers, row.hosts) for row in drift.changes]
+    ratios = [(of, row.ratio) for of, row in sets]
+    flags = [(of, of in changed or row.transfers in drift.lost) for of, row in sets]
+    compared_sets = {row.transfers for row in drift.sets}
+    flags += [(of_set(key), True) for key in drift.lost if key not in compared_sets]
     totals = (
         ("drifted", "Whether rates differ from the plan's (1) or not (0).", drift.drifted),
         ("sets_compared", "Transfer sets that were compared.", len(drift.sets)),
@@ -311,8 +326,6 @@ def prometheus_text(drift: Drift, labels: Mapping[str, str], *, now: float) -> s
         ("duration_seconds", "Duration of the check.", drift.seconds),
         ("timestamp_seconds", "End of the check, in seconds since 1970.", now),
     )  # fmt: skip
-    ratios = [(sets[key], row.ratio) for key, row in drift.sets.items()]
-    flags = [(of_set, key in changed) for key, of_set in sets.items()]
     metrics = [metric(name, text, [(labels, value)]) for name, text, value in totals]
     metrics += [
         metric("set_rate_ratio", "Rate of the flow that fell most, now over then.", ratios),

@@ -46,14 +46,21 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """One flow of a set then and now, GB/s.
 
     `p` is the chance of so large a change if the rate changed by `SMALLEST` at most, adjusted for
-    all flows compared.
+    all flows compared. `hosts` is the class of hosts if there are several, which may have equal
+    sets.
     """
 
     transfers: TransferSet
     flow: Flow
+    hosts: str = ""
     was_gbps: float
     is_gbps: float
     p: float
+
+    @property
+    def name(self) -> str:
+        """The flow, and the hosts it is on."""
+        return f"{self.flow} on {self.hosts}" if self.hosts else str(self.flow)
 
     @property
     def ratio(self) -> float:
@@ -68,9 +75,9 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 def worst_of_each_set(rows: Iterable[Comparison]) -> list[Comparison]:
     """Return the flow of each set that fell most (or rose least), the worst set first."""
-    worst: dict[TransferSet, Comparison] = {}
+    worst: dict[tuple[str, TransferSet], Comparison] = {}
     for row in sorted(rows, key=lambda row: row.ratio):
-        worst.setdefault(row.transfers, row)
+        worst.setdefault((row.hosts, row.transfers), row)
     return list(worst.values())
 
 
