@@ -39,7 +39,7 @@ def typed_commands():
     """Command lines of `tccl` in all files, with the file's name."""
     for path in sorted(FILES.rglob("*")):
         text = path.read_text().replace("{{ tccl }}", "tccl") if path.is_file() else ""
-        for match in re.finditer(r"\btccl ([a-z]+) ([^\n#]*)", text):
+        for match in re.finditer(r"\btccl ([a-z]+) ([^\n#|]*)", text):
             if match[1] in COMMANDS:
                 yield path.name, f"{match[1]} {match[2]}"
     for name in ("plan", "train", "check"):
@@ -80,6 +80,43 @@ def test_manifests_mount_what_they_declare_and_share_memory(name):
         if container["name"] != "unpack":
             assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
             assert mounts["shm"] == "/dev/shm"
+
+
+@pytest.mark.parametrize(
+    "planned, plans, verifies, good",
+    [
+        (False, 0, 0, True),
+        (False, 2, 0, False),
+        (True, 2, 0, True),
+        (True, 2, 1, True),
+        (True, 2, 2, False),
+        (True, 2, 137, False),
+    ],
+)
+def test_a_job_that_is_tried_again_verifies_the_plan_it_has(
+    planned, plans, verifies, good, tmp_path
+):
+    (line,) = (container["args"][0] for container in containers(manifest("plan"))[0])
+    if planned:
+        (tmp_path / "plan").mkdir()
+        (tmp_path / "plan" / "plan.json").touch()
+    tccl = tmp_path / "tccl"
+    tccl.write_text(
+        f"#!/bin/sh\ncase $1 in plan) exit {plans} ;; verify) exit {verifies} ;; esac\n"
+    )
+    tccl.chmod(0o755)
+    done = subprocess.run(
+        ["/bin/sh", "-ec", line.replace("/opt/tccl", str(tmp_path))],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+        check=False,
+    )
+    assert (done.returncode == 0) == good
+
+
+def test_a_check_sees_the_processes_of_other_containers_that_use_gpus():
+    every, pod = containers(manifest("check"))
+    assert "nvidia-smi --query-compute-apps" in every[0]["args"][0]
+    assert pod["hostPID"] is True
 
 
 def test_the_config_map_of_the_job_is_unpacked_before_the_plugin_reads_it():
