@@ -99,6 +99,8 @@ def test_a_job_without_nccl_leaves_nothing(tmp_path):
     assert (done.returncode, list(tmp_path.iterdir())) == (2, [])
     assert run("--record", tmp_path / "it.json", "--", "no-such-program").returncode == 127
     assert run("--record", tmp_path / "it.json", "--gpus", "0", "--", "true").returncode == 2
+    refused = run("--record", tmp_path, "--", "touch", tmp_path / "ran")
+    assert refused.returncode == 2 and "is a directory; name a file" in refused.stderr
     assert not list(tmp_path.iterdir())
 
 

@@ -121,6 +121,7 @@ def test_the_summary_is_of_the_ratios_and_no_recommended_one_is_below_1(place):
     assert arm["least"] >= 1.0
     numbers = [f"{arm['cells']}", *(f"{arm[name]:.3f}" for name in ("mean", "least", "most"))]
     done = tccl("evaluate", place, "--sizes", "1M")
+    assert "without effect" in tccl("evaluate", place, "--pin-env", "NCCL_IB_TIMEOUT").stderr
     rows = [line.split() for line in done.stdout.replace("│", " ").splitlines()]
     assert [row for row in rows if "all" in row and row[-4:] == numbers]
     assert "--sizes and options of jobs are without effect" in done.stderr

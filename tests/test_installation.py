@@ -635,6 +635,17 @@ def test_a_simulated_plan_is_installed_only_by_force(tmp_path):
     assert tccl("install", directory, "--force").exit_code == 0
 
 
+def test_an_installation_says_which_jobs_read_its_file(measured, tmp_path, monkeypatch):
+    verified(measured)
+    other = tmp_path / "own.conf"
+    words = "install", measured, "--no-plugin"
+    assert "all NCCL jobs of yours, on" in tccl(*words).stderr
+    assert f"all NCCL jobs with NCCL_CONF_FILE={other}, on" in tccl(*words, "--conf", other).stderr
+    monkeypatch.setenv("NCCL_CONF_FILE", str(other))
+    assert "all NCCL jobs of yours, on" in tccl(*words, "--conf", other).stderr
+    assert f"{tmp_path / 'none'} does not exist" in tccl("uninstall", tmp_path / "none").stderr
+
+
 def test_a_directory_without_a_plan_is_a_sentence(tmp_path):
     assert tccl("install", tmp_path).exit_code == 2
     assert tccl("install", tmp_path / "none").exit_code == 2

@@ -95,6 +95,7 @@ def test_the_table_shows_sets_modes_and_intervals(monkeypatch):
     for text in ("G1->G0", "sequential", "concurrent", "memcpy", "all-reduce", "95 % interval"):
         assert text in result.stdout
     assert "2.50 (2.50 to 2.50)" in result.stdout
+    assert result.stdout.startswith("1 message of 64 MiB") and "GEMM's time" in result.stdout
 
 
 @needs_torch

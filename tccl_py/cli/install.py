@@ -12,7 +12,7 @@ from tccl_py.cli.process import notice
 from tccl_py.delivery.job import JobRequest
 from tccl_py.delivery.plugin import PLUGIN_VARIABLE
 from tccl_py.errors import InputError
-from tccl_py.nccl_conf import user_file
+from tccl_py.nccl_conf import CONF_VARIABLE, HOST_FILE, user_file
 
 EQUAL_HOSTS = flag("--alike", "For hosts like the plan's, with other UUIDs.")
 PLUGIN = flag("--plugin/--no-plugin", "Load the plugin where NCCL has plugins.", default=True)
@@ -45,6 +45,7 @@ def install(
         tccl install my-plan --workload job.json
     """
     from tccl_py.experiments.communication import verified_choice  # noqa: PLC0415
+    from tccl_py.installation.blocks import real_path  # noqa: PLC0415 (slow)
     from tccl_py.installation.install import accept  # noqa: PLC0415 (slow)
     from tccl_py.installation.install import install as put  # noqa: PLC0415
     from tccl_py.report.tables import communication_line  # noqa: PLC0415
@@ -65,10 +66,15 @@ def install(
     notice(done if change.needed else f"{change.path} has the plan's lines already")
     if not dry_run:
         loaded = PLUGIN_VARIABLE in delivery.variables
+        jobs = "all NCCL jobs"
+        if real_path(path) == real_path(user_file()):
+            jobs += " of yours"
+        elif real_path(path) != HOST_FILE:
+            jobs += f" with {CONF_VARIABLE}={path.absolute()}"
         notice(
-            f"{'the plugin is loaded by' if loaded else 'the settings hold for'} all NCCL jobs of "
-            f"yours, on every host that has {path}; one that runs now keeps what it has, and one "
-            "over several hosts needs the same lines on all of them"
+            f"{'the plugin is loaded by' if loaded else 'the settings hold for'} {jobs}, on every "
+            f"host that has {path}; one that runs now keeps what it has, and one over several "
+            "hosts needs the same lines on all of them"
         )
 
 
@@ -91,7 +97,9 @@ def uninstall(
 
     removal = take_out(files or (), dry_run=dry_run)
     for change in removal:
-        if not change.needed:
+        if change.before is None:
+            notice(f"{change.path} does not exist")
+        elif not change.needed:
             notice(f"{change.path} has no lines of a plan")
         elif change.after is None:
             done = "would remove" if dry_run else "removed"

@@ -12,7 +12,7 @@ from tccl_py.cli import options
 from tccl_py.cli.options import arg, check_quoted, gpus_argument, in_range, one_of, opt, refuse
 from tccl_py.cli.output import print_table, results
 from tccl_py.cli.process import print_json
-from tccl_py.errors import CTRL_C_AND_SIGTERM, InputError, interrupts_put_off, require
+from tccl_py.errors import CTRL_C_AND_SIGTERM, InputError, counted, interrupts_put_off, require
 from tccl_py.experiments.overlap import Backend, Pair, Pairs, time_overlap
 from tccl_py.model.rings import direct_write
 from tccl_py.model.transfer import flow_texts, parse_flow
@@ -66,9 +66,9 @@ def overlap(
     pair_sets = parse_sets(sets, places) if sets else default_sets(len(places))
     if importlib.util.find_spec("torch") is None:
         raise InputError("tccl overlap", "needs torch", "`pip install torch`")
-    counted = {"message_bytes": size * MIB, "messages": messages, "repeats": repeats}
+    counts = {"message_bytes": size * MIB, "messages": messages, "repeats": repeats}
     with interrupts_put_off(CTRL_C_AND_SIGTERM):
-        outcomes = time_overlap(chosen, places, pair_sets, timeout=timeout, **counted)
+        outcomes = time_overlap(chosen, places, pair_sets, timeout=timeout, **counts)
     rows = [
         row
         for by, outcome in outcomes.items()
@@ -77,7 +77,7 @@ def overlap(
     pairs, products = ([row for row in rows if key in row] for key in ("set", "transfer"))
     first = outcomes[chosen].results[0]
     head: dict[str, Any] = {"backend": chosen, "dry_run": chosen == "gloo", "gpus": places}
-    head |= {"gpu": first.device, "torch": first.torch, **counted}
+    head |= {"gpu": first.device, "torch": first.torch, **counts}
     if json:
         print_json({**head, "pairs": pairs, "products": products})
     else:
@@ -147,8 +147,8 @@ def _print(head: Mapping[str, Any], pairs: Sequence[Line], products: Sequence[Li
     out = results()
     where = head["gpu"] or "host memory, a DRY RUN"
     out.print(
-        f"{head['messages']} messages of {head['message_bytes'] // MIB} MiB on {where}, torch "
-        f"{head['torch']}: ms, median of {head['repeats']} (95 % interval)"
+        f"{counted(head['messages'], 'message')} of {head['message_bytes'] // MIB} MiB on {where}, "
+        f"torch {head['torch']}: ms, median of {head['repeats']} (95 % interval)"
     )
     print_table(out, lines(PAIRS, pairs))
     print_table(out, lines(GEMMS, products))

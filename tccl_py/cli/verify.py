@@ -211,7 +211,7 @@ def evaluate(
         by_model = backend is None
         result = evaluate_plan(directory, budget, launcher, gpus=gpus_per_job, by_model=by_model)
     asked = budget != replace(usual, collectives=budget.collectives)
-    if result.simulated and (sizes is not None or asked):
+    if result.simulated and (sizes is not None or pin_env or asked):
         notice("--sizes and options of jobs are without effect: a model rates large messages alone")
     if csv is not None:
         write_result(csv_text(result), csv)

@@ -150,8 +150,8 @@ GEMMS: Columns = (
     Column("by", lambda row: row["by"]),
     Column("transfer", lambda row: row["transfer"]),
     Column("mode", lambda row: row["mode"]),
-    Column("transfer", _span("transfer_time")),
-    Column("product", _span("product_time")),
+    Column("transfer's time", _span("transfer_time")),
+    Column("GEMM's time", _span("product_time")),
     Column("both done", _span("total")),
 )
 
