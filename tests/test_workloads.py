@@ -4,7 +4,9 @@ from typing import get_args
 
 import msgspec
 import pytest
+from typer.testing import CliRunner
 
+from tccl_py.cli.main import app
 from tccl_py.errors import InputError
 from tccl_py.experiments.collectives import Collective
 from tccl_py.workloads.bundled import BUNDLED, bundled
@@ -120,3 +122,10 @@ def test_bundled_workloads_have_the_parameters_that_their_papers_state():
 def test_an_unknown_name_lists_the_bundled_ones():
     with pytest.raises(InputError, match="data-parallel"):
         bundled("no-such")
+
+
+def test_ranks_of_a_file_are_its_own(tmp_path):
+    write_workload(WORKLOAD, tmp_path / "job.json")
+    asked = CliRunner().invoke(app, ["workload", str(tmp_path / "job.json"), "--ranks", "2"])
+    assert (asked.exit_code, asked.stdout) == (2, "")
+    assert "--ranks: is for a bundled workload" in asked.stderr

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from tccl_py.cli import options
-from tccl_py.cli.options import arg, opt
+from tccl_py.cli.options import arg, opt, refuse
 from tccl_py.cli.output import print_table, results
 from tccl_py.cli.process import notice, notice_each, print_json
 from tccl_py.errors import InputError, counted, size_text
+from tccl_py.workloads.bundled import BUNDLED
 from tccl_py.workloads.record import (
     is_one_rank,
     log_folder,
@@ -36,7 +37,7 @@ _ROWS = 40
 def workload(
     names: list[str] = arg("NAME|FILE", "A bundled workload, a workload's file, logs, or folders."),
     *,
-    ranks: int = opt("N", "Ranks of a bundled workload.", default=8),
+    ranks: int | None = opt("N", "Ranks of a bundled workload; 8 if not given."),
     output: Path | None = options.OUTPUT,
     json: bool = options.JSON,
 ) -> None:
@@ -52,7 +53,9 @@ def workload(
         tccl workload job.json
         tccl workload job.json.logs -o job.json
     """
-    shown = open_workload(names, ranks=ranks)
+    shown = open_workload(names, ranks=8 if ranks is None else ranks)
+    if names[0] not in BUNDLED:
+        refuse({"--ranks": ranks}, ("", "is for a bundled workload", "a file has its own"))
     if output is not None:
         shown = replace(shown, name=output.stem)
         write_workload(shown, output)
