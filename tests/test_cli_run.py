@@ -71,7 +71,8 @@ def test_what_is_missing_on_the_command_line_is_named(tmp_path):
     assert run().stderr.startswith("tccl: DIR: is missing; ")
     done = run("--record", tmp_path / "job.json")
     assert (done.returncode, list(tmp_path.iterdir())) == (2, [])
-    assert done.stderr.startswith("tccl: COMMAND: is missing; ")
+    assert done.stderr.startswith("tccl: COMMAND: is missing; name a program after --")
+    assert "COMMAND: is missing; name a plan and a program" in run("--", "true").stderr
 
 
 def test_a_job_ends_as_usual_where_nobody_reads_its_output(directory):

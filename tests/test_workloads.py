@@ -65,6 +65,13 @@ def test_a_workload_may_begin_with_any_of_its_fields(tmp_path):
     assert open_workload([str(path)]) == WORKLOAD
 
 
+def test_a_workload_beside_other_files_is_named(tmp_path):
+    for name in ("a.json", "b.json"):
+        write_workload(WORKLOAD, tmp_path / name)
+    with pytest.raises(InputError, match=r"a\.json: is neither a log nor a trace"):
+        open_workload([str(tmp_path)])
+
+
 def test_a_collective_that_there_is_not_is_refused_with_those_there_are(tmp_path):
     path = tmp_path / "job.json"
     wrong = msgspec.structs.replace(ROW, collective="allreduce")

@@ -124,7 +124,8 @@ def run(
         require(directory, "COMMAND", "is missing", "name a program after --")
         _record([directory, *words], {}, record)
     require(directory, "DIR", "is missing", "name a plan's directory")
-    require(words, "COMMAND", "is missing", "name a program after --")
+    right = "name a plan and a program, as in `tccl run my-plan -- python train.py`"
+    require(words, "COMMAND", "is missing", right)
     request = JobRequest(
         host=host, nccl=nccl, plugin=plugin, equal_hosts=equal_hosts, force=force, is_rank=True
     )

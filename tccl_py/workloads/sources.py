@@ -42,8 +42,11 @@ def open_workload(names: Sequence[str], *, name: str = "", ranks: int = 8) -> Wo
     kinds = {path: _kind(path) for path in paths}
     if set(kinds.values()) == {_WORKLOAD} and len(paths) == 1:
         return read_workload(paths[0])
+    stray = next((path for path in paths if kinds[path] == _WORKLOAD), None)
+    right = "name a single workload, or the logs or traces of one job"
+    require(stray is None, str(stray), "is neither a log nor a trace", right)
     first, *others = sorted(paths, key=lambda path: kinds[path] != kinds[paths[0]])
-    if others and {kinds[first], kinds[others[-1]]} != {kinds[first]} - {_WORKLOAD}:
+    if others and kinds[first] != kinds[others[-1]]:
         fault = f"is a file of {kinds[others[-1]]}, and {first} of {kinds[first]}"
         raise InputError(str(others[-1]), fault, "name the files of one job")
     kind = kinds[paths[0]]
