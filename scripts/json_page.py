@@ -353,6 +353,7 @@ class Change(Keys, kw_only=True):
     is_gbps: float
     ratio: float
     p: float
+    hosts: Annotated[str | UnsetType, says("their class, where there are several")] = UNSET
 
 
 class Bandwidth(Keys, kw_only=True):
