@@ -33,10 +33,7 @@ from tccl_py.health.network import check_functions, unfit_interfaces, unfit_nics
 from tccl_py.health.plugin import check_plugin
 from tccl_py.nccl.asked import ring_words
 from tccl_py.nccl.variables import similar_name
-from tccl_py.nccl.versions import (
-    unchecked,
-    version_facts,
-)
+from tccl_py.nccl.versions import unchecked, version_facts
 from tccl_py.nccl_conf import ConfLine, home
 from tccl_py.nccl_library import installed_nccls
 from tccl_py.planning.installed_nccl import asked_here

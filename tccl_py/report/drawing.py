@@ -21,9 +21,7 @@ from tccl_py.model.machine import Machine
 from tccl_py.model.rings import Ring
 from tccl_py.plan.chains import PlanChain
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.text import (
-    settings_words,
-)
+from tccl_py.plan.text import settings_words
 from tccl_py.report.contents import HeatMap, cell_style, cell_text
 from tccl_py.report.hops import (
     DrawnHop,

@@ -34,12 +34,8 @@ from tccl_py.plan.text import (
 )
 from tccl_py.report.contents import Contents, heat_maps, viridis
 from tccl_py.report.drawing import NodeView, has_stand_ins, loaded_view, templates
-from tccl_py.report.hops import (
-    drawn_kinds,
-)
-from tccl_py.report.machine import (
-    link_words,
-)
+from tccl_py.report.hops import drawn_kinds
+from tccl_py.report.machine import link_words
 from tccl_py.report.sizes import arm_charts, entry_lines, size_charts
 from tccl_py.report.verification import headline, ratio_map
 from tccl_py.simulator.model import gpu_names

@@ -19,14 +19,7 @@ from msgspec import Meta
 
 from tccl_py.errors import InputError, counted
 from tccl_py.files import reading
-from tccl_py.workloads.recording import (
-    COLLECTIVES,
-    Recording,
-    Side,
-    Transfer,
-    Transfers,
-    call,
-)
+from tccl_py.workloads.recording import COLLECTIVES, Recording, Side, Transfer, Transfers, call
 from tccl_py.workloads.workload import MAX_RANKS, TIMES_RANKS
 
 _LINE = 1 << 20
