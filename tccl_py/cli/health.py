@@ -36,10 +36,11 @@ from tccl_py.experiments.preflight import (
     measure_plan_again,
 )
 from tccl_py.files import encode_json
-from tccl_py.health.doctor import Diagnosis, check_network, examine, this_host
+from tccl_py.health.doctor import Diagnosis, examine, this_host
 from tccl_py.health.drift import Drift, Effort, drift_json, metric_labels, prometheus_text
 from tccl_py.health.drift_statistics import SMALLEST, Comparison
-from tccl_py.health.host import Defect, DriverState, HostState
+from tccl_py.health.host import Defect, DriverState, HostState, files_of_this_host
+from tccl_py.health.network import check_network
 from tccl_py.health.plugin import plugin_complaints
 from tccl_py.model.measurement import IN_DRY_RUN
 from tccl_py.plan.plan import Plan
@@ -95,7 +96,7 @@ def check(
     plan = plan_in(directory)
     notice_each(plugin_complaints())
     if plan.cluster.cables and not plan.simulated:
-        network = (one for one in check_network(this_host()) if isinstance(one, Defect))
+        network = (one for one in check_network(files_of_this_host()) if isinstance(one, Defect))
         notice_each(f"{one.what} at {one.where}; {one.fix}" for one in network)
     effort = Effort(seconds=seconds, seed=seed, families=FAMILIES if preflight else 1)
     with interrupts_put_off(CTRL_C_AND_SIGTERM), ExitStack() as stack:

@@ -8,6 +8,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -24,17 +25,18 @@ from tccl_py.health.host import (
     Unseen,
     cut,
     defect,
+    files_of_this_host,
     in_force,
     lines_of,
     listed,
     rules,
 )
-from tccl_py.health.network import check_functions, unfit_interfaces, unfit_nics
+from tccl_py.health.network import check_network, unfit_interfaces, unfit_nics
 from tccl_py.health.plugin import check_plugin
 from tccl_py.nccl.asked import ring_words
 from tccl_py.nccl.variables import similar_name
 from tccl_py.nccl.versions import unchecked, version_facts
-from tccl_py.nccl_conf import ConfLine, home
+from tccl_py.nccl_conf import ConfLine
 from tccl_py.nccl_library import installed_nccls
 from tccl_py.planning.installed_nccl import asked_here
 from tccl_py.readers.live import driver_facts
@@ -60,9 +62,8 @@ def this_host() -> HostState:
     except (InputError, MeasurementError) as error:
         driver = DriverState(unseen=error.what if isinstance(error, InputError) else str(error))
     gpus = [gpu.index for gpu in driver.gpus]
-    return HostState(
-        home=str(home()),
-        environment=dict(os.environ),
+    return replace(
+        files_of_this_host(),
         driver=driver,
         shm_free=free,
         nccl=tuple(installed_nccls()),
@@ -211,11 +212,6 @@ def check_own_rings(host: HostState) -> Results:
         why = "its search finds no rings and takes the order of the GPUs, whatever joins them"
         fields = {"severity": "slow", "why": why, "fix": "tccl plan -o my-plan"}
     yield defect("own-rings", where, what=text, **fields)
-
-
-def check_network(host: HostState) -> Results:
-    """Report what keeps rings from RDMA functions with a subnet of their own."""
-    return check_functions(host, {name: line.value for name, line in in_force(host).items()})
 
 
 _NCCL_CHECKS: Mapping[str, Callable[[HostState], Results]] = {

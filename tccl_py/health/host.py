@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ import msgspec
 
 from tccl_py.model.machine import PeerAccess
 from tccl_py.nccl.asked import NcclAnswer
-from tccl_py.nccl_conf import CONF_VARIABLE, HOST_FILE, ConfLine, conf_lines
+from tccl_py.nccl_conf import CONF_VARIABLE, HOST_FILE, ConfLine, conf_lines, home
 from tccl_py.nccl_library import InstalledNccl
 from tccl_py.readers.live import GpuFacts
 from tccl_py.readers.sysfs import DEVICES, HostFiles, bus_order, normal_bus_id
@@ -188,6 +189,11 @@ class HostState(HostFiles):
         if self.has(".dockerenv") or self.has("run/.containerenv"):
             return True
         return any(word in self.text("proc/1/cgroup") for word in ("docker", "kubepods", "lxc"))
+
+
+def files_of_this_host() -> HostState:
+    """Return this host without questions to its driver or NCCL."""
+    return HostState(home=str(home()), environment=dict(os.environ))
 
 
 def lines_of(host: HostState) -> list[ConfLine]:

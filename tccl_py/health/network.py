@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from tccl_py.health.host import Defect, HostState, Results, cut, defect, listed
+from tccl_py.health.host import Defect, HostState, Results, cut, defect, in_force, listed
 from tccl_py.readers.lldp import neighbours
 from tccl_py.readers.roce import PREFIX_BITS, PREFIX_VARIABLE, Function, roce_functions
 
@@ -24,12 +24,13 @@ _FIREWALLS = {
 """The file of each firewall that says that it is enabled, and a line of it."""
 
 
-def check_functions(host: HostState, variables: Mapping[str, str]) -> Results:
-    """Report what keeps rings from functions with a subnet of their own, under these variables.
+def check_network(host: HostState) -> Results:
+    """Report what keeps rings from RDMA functions with a subnet of their own.
 
     Hosts with one RDMA function, or with all of them in one subnet, are at a switch. So may be
     hosts of several GPUs, for which all is a note.
     """
+    variables = {name: line.value for name, line in in_force(host).items()}
     for finding in _findings(host, variables):
         several = len(host.gpus) > 1
         yield msgspec.structs.replace(finding, severity="note") if several else finding
@@ -38,9 +39,11 @@ def check_functions(host: HostState, variables: Mapping[str, str]) -> Results:
 def _findings(host: HostState, variables: Mapping[str, str]) -> Iterator[Defect]:
     functions = roce_functions(host)
     addressed = [function for function in functions if function.addresses]
+    text = variables.get(PREFIX_VARIABLE, "")
+    bits = int(text) if text.isdecimal() and 1 <= int(text) <= 32 else PREFIX_BITS
     users: dict[str, list[str]] = defaultdict(list)
     for function in addressed:
-        for subnet in function.subnets(_prefix_bits(variables)):
+        for subnet in function.subnets(bits):
             users[subnet].append(function.name)
     if len(users) < 2:
         return
@@ -71,11 +74,6 @@ def _of_function(host: HostState, function: Function) -> Iterator[Defect]:
         ports = _PORT.search(function.interface), _PORT.search(other.port)
         if ports[0] and ports[1] and ports[0][1] == ports[1][1]:
             yield defect("like-ports", f"{where} and {other.port} of {other.system[:60]}")
-
-
-def _prefix_bits(variables: Mapping[str, str]) -> int:
-    text = variables.get(PREFIX_VARIABLE, "")
-    return int(text) if text.isdecimal() and 1 <= int(text) <= 32 else PREFIX_BITS
 
 
 def _chosen(function: Function, variables: Mapping[str, str]) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
-import os
 import re
 import socket
 from collections.abc import Iterator, Mapping
@@ -16,7 +15,15 @@ from msgspec.structs import replace
 
 from tccl_py.delivery.plugin import JOB_VARIABLE, PLUGIN_VARIABLE, why_not_trusted
 from tccl_py.errors import InputError
-from tccl_py.health.host import Defect, HostState, Results, defect, in_force, lines_of
+from tccl_py.health.host import (
+    Defect,
+    HostState,
+    Results,
+    defect,
+    files_of_this_host,
+    in_force,
+    lines_of,
+)
 from tccl_py.nccl.plugin import LIBRARY
 from tccl_py.nccl.plugin.index import (
     INDEX_HEAD,
@@ -26,7 +33,7 @@ from tccl_py.nccl.plugin.index import (
     digest,
 )
 from tccl_py.nccl.versions import NEWER_VARIABLE, why_no_plugin
-from tccl_py.nccl_conf import ConfLine, home
+from tccl_py.nccl_conf import ConfLine
 from tccl_py.plan.host_files import HOSTS_FOLDER
 from tccl_py.plan.staging import MANIFEST_FILE
 from tccl_py.readers.hosts import NODE_NAME
@@ -69,8 +76,9 @@ def check_plugin(host: HostState) -> Results:
 
 def plugin_complaints() -> list[str]:
     """Return what keeps an installed plugin from its plan on this host, as sentences."""
-    host = HostState(home=str(home()), environment=dict(os.environ))
-    results = [result for result in check_plugin(host) if isinstance(result, Defect)]
+    results = [
+        result for result in check_plugin(files_of_this_host()) if isinstance(result, Defect)
+    ]
     return [f"{bad.where}: {bad.what}" for bad in results if bad.severity != "note"]
 
 
