@@ -163,25 +163,23 @@ def deliver_to_host(plan: Plan, directory: Path, request: JobRequest, *, say: Sa
 
     With the request's `plugin` it is loaded where that works; `say` is told where it does not.
     """
-    settings, why = plan.plain_settings, ""
-    own = request.choice in (None, plan.recommended)
-    if request.choice is not None and not own:
-        if request.choice == "graph":
-            what = "is for jobs over exactly its GPUs, and these lines are for all of the host"
-            raise InputError("the graph file", what, "start such jobs by `tccl run --workload`")
-        settings = plan.choices[request.choice].settings
+    choice = request.choice or plan.recommended
+    own = choice == plan.recommended
+    what = "is for jobs over exactly its GPUs, and these lines are for all of the host"
+    right = "start such jobs by `tccl run --workload`"
+    require(own or choice != "graph", "the graph file", what, right)
+    settings = plan.plain_settings if own else plan.choices[choice].settings
     variables = job_environment(settings)
     # The plugin's index is that of the plan's own choice.
     if request.plugin and own:
+        why, newest = request.why_no_plugin(plan), request.newest_nccl
         try:
             loading = plugin_exports(plan, directory, equal_hosts=request.equal_hosts)
         except InputError as error:
-            why = str(error)
-        why = request.why_no_plugin(plan) or why
+            why = why or str(error)
         if why:
             say(f"without the plugin, by variables alone: {why}")
         else:
-            newest = request.newest_nccl
             variables = loading | ({NEWER_VARIABLE: newest} if newest else {})
     return Delivery(settings=settings, provenance=plan.provenance, variables=variables)
 

@@ -34,7 +34,9 @@ def script(
     planned = None if plan.simulated else planned_fingerprint(plan, directory)
     uuids = {} if planned is None or equal_hosts else planned.uuids(plan.machine)
     gpus = [uuids[gpu] for gpu in plan.class_gpus[0] if gpu in uuids]
-    guard = _one_node(several=not plan.cluster.closes) + _same_host(planned, gpus)
+    # Ranks on other hosts may be without the plan: unlike variables hang.
+    one_node = '    [ "${SLURM_JOB_NUM_NODES:-1}" -eq 1 ] || exit 0\n' * plan.cluster.closes
+    guard = one_node + _same_host(planned, gpus)
     return prolog(variables, guard, provenance=plan.provenance)
 
 
@@ -59,11 +61,6 @@ def prolog(variables: Mapping[str, str], guard: str, *, provenance: str) -> str:
         f"#!/bin/sh\n# tccl-py, rates {provenance}; for TaskProlog= in slurm.conf, or srun "
         f"--task-prolog.\n(\n{guard}{exports}) || :\n"
     )
-
-
-def _one_node(*, several: bool) -> str:
-    # Ranks on other hosts may be without the plan: unlike variables hang.
-    return "" if several else '    [ "${SLURM_JOB_NUM_NODES:-1}" -eq 1 ] || exit 0\n'
 
 
 def _same_host(planned: Fingerprint | None, gpus: Sequence[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 import msgspec
@@ -170,22 +170,22 @@ class _ClassExplainer:
     def ring(self, subject: RingFlows, most: int) -> RingExplanation:
         """Explain a set of rings by up to `most` findings."""
         prober, flows = self.prober, subject.flows
-        explanation = RingExplanation(
-            name=subject.name,
-            node_class=self._class.name if self._network else "",
-            rings=subject.rings,
-            rate_gbps=subject.rate_gbps,
-            slowest=None,
-            findings=(),
-            unexplained="the hops of these rings were not all measured alone",
-            sentence="",
+        hosts = self._class.name if self._network else ""
+        explained = partial(
+            RingExplanation, name=subject.name, node_class=hosts, rings=subject.rings
         )
         try:
             together = prober.best(flows)
             slowest = self._slowest(flows, together.rate_gbps)
             hurt = is_hurt(prober, flows)
         except BudgetSpentError:
-            return explanation
+            return explained(
+                rate_gbps=subject.rate_gbps,
+                slowest=None,
+                findings=(),
+                unexplained="the hops of these rings were not all measured alone",
+                sentence="",
+            )
         trouble, findings, related = "", list[Finding](), self._paths.related
         try:
             causes = find_causes(prober, flows, most=most, related=related, label=self._label)
@@ -198,8 +198,7 @@ class _ClassExplainer:
         for finding in findings:
             first.setdefault((finding.kinds, finding.shares), finding)
         findings = list(first.values())
-        return msgspec.structs.replace(
-            explanation,
+        return explained(
             rate_gbps=subject.rings * together.rate_gbps,
             slowest=slowest,
             findings=tuple(findings),

@@ -320,11 +320,6 @@ def viridis(share: float) -> tuple[int, int, int]:
     return red, green, blue
 
 
-def cell_style(gbps: float, largest: float) -> str:
-    """Return the colours of a cell as CSS."""
-    return "background:{};color:{}".format(*cell_colours(gbps, largest))
-
-
 def cell_colours(gbps: float, largest: float) -> tuple[str, str]:
     """Return the colours of a cell: background by rate, and legible ink."""
     red, green, blue = viridis(gbps / largest)

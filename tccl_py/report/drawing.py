@@ -22,7 +22,7 @@ from tccl_py.model.rings import Ring
 from tccl_py.plan.chains import PlanChain
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.text import settings_words
-from tccl_py.report.contents import HeatMap, cell_style, cell_text
+from tccl_py.report.contents import HeatMap, cell_colours, cell_text
 from tccl_py.report.hops import (
     DrawnHop,
     HopsView,
@@ -113,7 +113,7 @@ def templates() -> jinja2.Environment:
         "px": lambda pixels: f"{round(pixels, 1):g}",
         "order": order_words,
         "path_words": path_words,
-        "cell_style": cell_style,
+        "cell_style": lambda *rate: "background:{};color:{}".format(*cell_colours(*rate)),
         "cell_text": cell_text,
         "link_words": link_words,
         "cause_words": cause_words,

@@ -70,22 +70,11 @@ _SILENT = ("wait", "init", "coalesc")
 """Names, or parts of them, of events that communicate nothing themselves."""
 _TRANSFERS: dict[str, Side] = {"send": "send", "recv": "recv"}
 _Args = Mapping[str, Any]
-
-
 _ARGUMENTS = (
-    "Collective name",
-    "dtype",
-    "In msg nelems",
-    "Out msg nelems",
-    "Group size",
-    "Process Group Name",
-    "Process Group Ranks",
-    "Global rank start",
+    "Collective name", "dtype", "In msg nelems", "Out msg nelems", "Group size", "Rank", "Src Rank",
+    "Dst Rank", "Process Group Name", "Process Group Ranks", "Global rank start",
     "Global rank stride",
-    "Rank",
-    "Src Rank",
-    "Dst Rank",
-)
+)  # fmt: skip
 
 
 class _Call(NamedTuple):
