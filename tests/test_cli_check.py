@@ -135,6 +135,10 @@ BAD = {
         ("-o", "x"),
         "--output: is for JSON or metrics; add --json or --prometheus",
     ),
+    "a file that cannot be made": (
+        ("--json", "-o", "no/such"),
+        "--output no/such: is no file that can be made; name a file in a folder",
+    ),
     "no time": (("--max-seconds", "0"), "--max-seconds: is 0; above 0, at most 86400"),
     "NaN": (("--max-seconds", "nan"), "--max-seconds: is nan; above 0, at most 86400"),
     "seed": (("--seed", "-1"), "--seed: is -1; 0 or more"),

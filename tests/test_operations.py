@@ -209,6 +209,12 @@ def test_the_dashboard_asks_only_for_metrics_that_a_check_has():
         assert panel["targets"][0]["expr"]
 
 
+def test_the_folder_of_the_metrics_is_made_before_the_check():
+    text = (FILES / "tccl-check.service").read_text()
+    (file,) = re.findall(r"-o (\S+?)'$", text, flags=re.MULTILINE)
+    assert f"ExecStartPre=/bin/mkdir -p {Path(file).parent}\n" in text
+
+
 def test_the_units_are_good(tmp_path):
     analyze = shutil.which("systemd-analyze")
     if analyze is None:

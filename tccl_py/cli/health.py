@@ -26,7 +26,14 @@ from tccl_py.cli.options import (
     refuse,
 )
 from tccl_py.cli.output import BAD, DOUBT, GOOD, ProgressLine, grid, print_table, results
-from tccl_py.cli.process import ANSWER_IS_NO, notice, notice_each, print_json, write_result
+from tccl_py.cli.process import (
+    ANSWER_IS_NO,
+    check_result_file,
+    notice,
+    notice_each,
+    print_json,
+    write_result,
+)
 from tccl_py.errors import CTRL_C_AND_SIGTERM, InputError, counted, interrupts_put_off
 from tccl_py.experiments.jobs import Launcher
 from tccl_py.experiments.nccl_tests import find_program
@@ -88,6 +95,7 @@ def check(
         raise InputError("--json beside --prometheus", "are two forms", "leave one of the two out")
     if output is not None and not (json or prometheus):
         raise InputError("--output", "is for JSON or metrics", "add --json or --prometheus")
+    check_result_file("--output", output)
     seconds = (_PREFLIGHT_S if preflight else _CHECK_S) if max_seconds is None else max_seconds
     in_range("--max-seconds", seconds, _MAX_SECONDS, least=0)
     if with_ is not None and not preflight:

@@ -70,6 +70,13 @@ def print_json(value: Any) -> None:
     print(encode_json(value), end="")
 
 
+def check_result_file(option: str, path: Path | None) -> None:
+    """Refuse, before what takes minutes, a file that cannot be made (InputError)."""
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        where, right = f"{option} {path}", "name a file in a folder that there is"
+        raise InputError(where, "is no file that can be made", right)
+
+
 def write_result(text: str, output: Path | None) -> None:
     """Write a result to `output`, whole or not at all, or to stdout if that is None."""
     if output is None:

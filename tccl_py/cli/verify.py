@@ -16,7 +16,14 @@ from tccl_py.cli import options
 from tccl_py.cli.measure import controlled_job
 from tccl_py.cli.options import flag, in_range, one_of, opt, parse_sizes, refuse
 from tccl_py.cli.output import BAD, GOOD, ProgressLine, print_table, results
-from tccl_py.cli.process import ANSWER_IS_NO, notice, notice_each, print_json, write_result
+from tccl_py.cli.process import (
+    ANSWER_IS_NO,
+    check_result_file,
+    notice,
+    notice_each,
+    print_json,
+    write_result,
+)
 from tccl_py.errors import InputError
 from tccl_py.experiments.collectives import PROGRAMS, Collective
 from tccl_py.experiments.evaluation import EVALUATED, EVALUATED_DRY
@@ -205,8 +212,7 @@ def evaluate(
     )
     if sizes is not None:
         budget = replace(budget, sizes=parse_sizes(sizes, "--sizes"))
-    if csv is not None and (csv.is_dir() or not csv.absolute().parent.is_dir()):
-        raise InputError(f"--csv {csv}", "is no file that can be made", "name a file in a folder")
+    check_result_file("--csv", csv)
     with _job_options(directory, backend, pin_env) as launcher:
         by_model = backend is None
         result = evaluate_plan(directory, budget, launcher, gpus=gpus_per_job, by_model=by_model)
