@@ -528,6 +528,16 @@ def test_jobs_without_nccl_are_left_alone(monkeypatch, plan_dir):
     assert rank.graphs == [((0, 1, 2, 3), None), ((0, 1), None)]
     assert os.environ[GRAPH] == "/mine.xml"
     assert "NCCL_P2P_LEVEL" not in os.environ
+    # torch itself says what cannot be split.
+    tccl_py.torch.split_group(split_ranks=[[0, 1]])
+    assert rank.graphs[-1] == ((0, 1), None)
+
+
+def test_ranks_that_there_are_not_are_left_to_torch(monkeypatch, plan_dir):
+    rank = Rank(monkeypatch, told(plan_dir, GPUS))
+    tccl_py.torch.init_process_group(plan_dir)
+    tccl_py.torch.new_group([0, 99])
+    assert rank.distributed.made[-1].ranks == (0, 99)
 
 
 # several hosts

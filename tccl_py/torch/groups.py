@@ -222,7 +222,9 @@ def _set_graph(value: str | None) -> None:
 
 def _made(torch: Any, ranks: Sequence[int], create: Callable[[], Any]) -> Any:
     """Return a group of these ranks, if it uses NCCL with an existing communicator."""
-    members = [STATE.members[number] for number in ranks if STATE.rank in ranks]
+    # torch refuses ranks that there are not, and splits of groups without NCCL.
+    known = all(0 <= number < len(STATE.members) for number in ranks)
+    members = [STATE.members[number] for number in ranks if known and STATE.rank in ranks]
     graph = None
     if members and STATE.plan is not None:
         graph = STATE.plan.graph(members, STATE.members[STATE.rank])
