@@ -411,6 +411,13 @@ def test_the_library_names_parameters_and_commands_but_no_bare_option():
     assert [text for text in raised if bare.search(text)] == []
 
 
+def test_a_variable_in_a_flags_place_is_named_with_the_values_it_may_have(monkeypatch):
+    monkeypatch.setenv("TCCL_ALIKE", "maybe")
+    refused = tccl("env", "plan")
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert refused.stderr == "tccl: TCCL_ALIKE='maybe': is neither yes nor no; set it to 1 or 0\n"
+
+
 def test_an_error_of_the_library_names_the_commands_option():
     error = tccl("measure", "--all-pairs", "--simulate", "amd-v100", "--gpus", "0").stderr
     assert error.startswith("tccl: --gpus: ")

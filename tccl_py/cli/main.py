@@ -6,6 +6,7 @@ the output any more. Every error on purpose is one sentence on stderr that begin
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections.abc import Mapping
@@ -177,6 +178,11 @@ def _plain(error: Any, values: Mapping[str, Any]) -> Exception:
         fault, right = "is no whole number", "give one, as 4"
     elif "valid number" in error.message or "valid float" in error.message:
         fault, right = "is no number", "give one, as 4 or 0.5"
+    elif "valid boolean" in error.message:
+        # Flags take no value, but their variables do.
+        name = error.param.envvar
+        where = f"{name}={os.environ.get(name, '')[:20]!r}"
+        return InputError(where, "is neither yes nor no", "set it to 1 or 0")
     else:
         wrong: Exception = error
         return wrong
