@@ -14,10 +14,11 @@ from tccl_py.model.measurement import JournalHeader
 from tccl_py.model.transfer import parse_set
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
-from tccl_py.simulator.descriptions import load_bundled
+from tccl_py.simulator.descriptions import load_bundled, model_for
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.bench import Bench
 from tccl_py.sources.journal import JournalFile
+from tests.cluster_plans import FOUR, PAIR, cluster_plan
 from tests.planned import as_only, rebind
 from tests.sessions import Fake, measures_by
 
@@ -161,3 +162,12 @@ def test_noise_that_is_no_number_makes_the_journal_another_models(noise, directo
     journal = directory / "measurements.jsonl"
     journal.write_text(journal.read_text().replace('","sim', f', noise {noise}, seed 5","sim'))
     assert "model of amd-v100" in refused("explain", directory)
+
+
+def test_a_simulated_plan_over_unlike_hosts_is_explained_by_the_model_of_each(tmp_path):
+    chains = {"gpu1": ((0, (0, 1, 2, 3), 1),), "gpu2": ((0, (0, 1), 1),)}
+    made = cluster_plan([("gpu1", FOUR), ("gpu2", PAIR)], chains)
+    write_plan(made, tmp_path, models={one.name: model_for(one) for one in (FOUR, PAIR)})
+    rings = json.loads(done("explain", tmp_path, "--json").stdout)["rings"]
+    assert [one["node_class"] for one in rings] == ["four", "pair"]
+    assert not (tmp_path / "measurements.jsonl").exists()

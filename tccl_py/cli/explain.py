@@ -21,8 +21,15 @@ from tccl_py.model.measurement import JOURNAL_FILE, BandwidthSource
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import plan_in
 from tccl_py.plan.text import planned_gpus
-from tccl_py.planning.plan_sources import class_sources, header_of, hosts_again, source_again
+from tccl_py.planning.plan_sources import (
+    class_sources,
+    header_of,
+    hosts_again,
+    known_model,
+    source_again,
+)
 from tccl_py.sources.bench import Bench
+from tccl_py.sources.opening import open_source
 
 _DRY_SETS = 20
 
@@ -62,10 +69,14 @@ def explain(
             hosts = stack.enter_context(hosts_again(plan, header_of(plan, directory), job))
             source, sources = hosts, class_sources(hosts, plan.cluster)
             notices = source.keep_in(journal, optional=True)
+        elif plan.simulated and len(plan.cluster.classes) > 1:
+            # Their plans have no journal.
+            models = (known_model(plan, directory, at) for at in range(len(plan.cluster.classes)))
+            sources = benches = [open_source(model) for model in models]
+            source, notices = benches[0], ()
         else:
             source, notices = source_again(plan, directory)
-            stack.enter_context(source)
-            sources = [source] * len(plan.cluster.classes)
+            sources = [stack.enter_context(source)]
         source.watch(line.measured)
         notice_each(notices)
         most = max_sets or (_DRY_SETS if source.dry_run else MOST_SETS)

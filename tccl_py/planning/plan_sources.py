@@ -128,14 +128,17 @@ def planned_models(plan: Plan, directory: Path) -> dict[str, MachineModel | None
     return {host.name: planned_model(plan, directory, number) for number, host in classes}
 
 
-def known_model(plan: Plan, directory: Path) -> MachineModel:
-    """Return the model of a plan whose hosts are all equal.
+def known_model(plan: Plan, directory: Path, number: int = 0) -> MachineModel:
+    """Return the model of a class of a plan's hosts.
 
     Raises InputError: as `planned_model`, or there is none.
     """
-    model = planned_model(plan, directory)
+    model = planned_model(plan, directory, number)
     if model is None:
-        where, right = str(machine_file(plan, directory)), "plan again with `tccl plan --simulate`"
+        where, right = (
+            str(machine_file(plan, directory, number)),
+            "plan again with `tccl plan --simulate`",
+        )
         raise InputError(where, "holds no model to simulate by", right)
     return model
 
