@@ -29,6 +29,7 @@ from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled, read_description
 from tccl_py.sources.journal import read_journal
 from tccl_py.sources.profiled import MeasurementOptions
+from tests.cluster_plans import mixed
 from tests.planned import ASUS, FOUR_GPUS, SMALL, plan_of
 
 NODE = "nvswitch-8gpu-8nic"
@@ -343,6 +344,15 @@ def test_a_plan_is_explained_by_a_source():
     lines = repr(found).splitlines()
     assert "simulated" in lines[0]
     assert all(one.sentence in repr(found) for ring in found.rings for one in ring.findings)
+
+
+def test_a_ring_over_hosts_is_drawn_with_each_rank_by_its_host_and_gpu():
+    ring = mixed().rings[0]
+    page = tccl_py.drawing(ring)
+    ranks = [str(hop.flow.source) for hop in ring.hops]
+    assert len(set(ranks)) == 11
+    assert " → ".join(ranks) in page
+    assert page.count('class="gpu"') == page.count('class="head') == len(ranks)
 
 
 def test_a_name_in_a_machine_is_text_in_its_drawing():

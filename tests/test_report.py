@@ -82,7 +82,7 @@ def test_boxes_lie_within_what_they_hang_from_and_never_on_each_other(name):
 def test_no_label_of_a_ring_lies_on_a_line_or_on_another_label(gpus):
     layout = lay_out(toy_machine(gpus=gpus, numa_nodes=2, per_switch=4))
     middles = [layout.boxes[f"G{i}"].middle for i in range(gpus)]
-    gaps = layout.gaps("G")
+    gaps = layout.gaps("gpu")
     for seed in range(20):
         order = random.Random(seed).sample(range(gpus), gpus)
         hops = zip(order, [*order[1:], order[0]], strict=True)

@@ -156,8 +156,8 @@ def hops_view(
     rates = [gbps for *_, gbps in ends if gbps is not None]
     least, most = min(rates, default=0.0) * (1 + _TOLERANCE), max(rates, default=0.0)
     ports = [(layout.boxes[a].middle + _PORT, layout.boxes[b].middle - _PORT) for a, b, *_ in ends]
-    nics = any("N" in a[0] + b[0] for a, b, *_ in ends)
-    lines = wires(ports, layout.gaps("GN" if nics else "G"))
+    nics = any(layout.boxes[end].kind == "nic" for hop in ends for end in hop[:2])
+    lines = wires(ports, layout.gaps("gpu", *["nic"] * nics))
     hops = tuple(
         DrawnHop(
             source=source,
@@ -193,7 +193,7 @@ def flow_ends(flows: Iterable[tuple[Flow, float | None]]) -> list[Ends]:
     for flow, gbps in flows:
         kind: str = "bounce" if flow.is_bounce else flow.transfers[0].operation
         kind = "net" if flow.is_network else kind
-        drawn.append((flow.source.device, flow.destination.device, kind, flow, gbps))
+        drawn.append((str(flow.source), str(flow.destination), kind, flow, gbps))
     return drawn
 
 

@@ -88,9 +88,9 @@ class Layout(msgspec.Struct, frozen=True):
     width: float
     bottom: float
 
-    def gaps(self, letters: str) -> list[float]:
-        """Return the x between each device of these letters and the next, from left to right."""
-        row = sorted(box.middle for device, box in self.boxes.items() if device[0] in letters)
+    def gaps(self, *kinds: str) -> list[float]:
+        """Return the x between each device of these kinds and the next, from left to right."""
+        row = sorted(box.middle for box in self.boxes.values() if box.kind in kinds)
         return [(start + end) / 2 for start, end in pairwise(row)]
 
 
@@ -158,13 +158,27 @@ def lay_out(machine: Machine, gpus: Collection[int] | None = None, *, number: in
 
 
 def row_of(devices: Sequence[str]) -> Layout:
-    """Place GPUs and NICs beside one another, in this order."""
+    """Place GPUs and NICs beside one another, in this order; with their hosts if these are named.
+
+    >>> [(box.label, box.note) for box in row_of(["a.b.G0", "N1"]).boxes.values()]
+    [('G0', 'a.b'), ('N1', '')]
+    """
     kinds = {"G": "gpu", "N": "nic"}
     width, height = 58.0, _HEIGHTS["gpu"]
-    boxes = {
-        name: Box(kind=kinds[name[0]], x=x, y=2, width=width, height=height, label=name)
-        for name, x in zip(devices, count(2, width + 4 * _GAP), strict=False)
-    }
+    boxes = {}
+    for name, x in zip(devices, count(2, width + 4 * _GAP), strict=False):
+        host, _, label = name.rpartition(".")
+        note, kind = fitted(host, width - 4, 9.5), kinds[label[0]]
+        boxes[name] = Box(
+            kind=kind,
+            x=x,
+            y=2,
+            width=width,
+            height=height,
+            label=label,
+            note=note,
+            title=name * bool(host),
+        )
     right = boxes[devices[-1]].x + width + 2
     return Layout("row", "its GPUs", (), (), boxes, right, height + _PAD)
 
@@ -304,7 +318,7 @@ def nvlinks(machine: Machine, layout: Layout) -> NvLinks:
             lines.append(Stroke(kind="nvlink", x=box.x + 5, top=cpu.bottom, bottom=box.y))
     ports = _ports(list(counts), layout)
     lanes = wires(
-        [(ports[pair, pair[0]], ports[pair, pair[1]]) for pair in counts], layout.gaps("G")
+        [(ports[pair, pair[0]], ports[pair, pair[1]]) for pair in counts], layout.gaps("gpu")
     )
     switches: list[Box] = []
     y = layout.bottom + depth(lanes)
