@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
-from tccl_py.errors import InputError
+from tccl_py.errors import InputError, MeasurementError
 from tccl_py.explanation.causes import NEAR, Prober, SymmetryKeys, find_causes, is_hurt
 from tccl_py.explanation.explain import explain
 from tccl_py.explanation.findings import Explanation, kind_of, short
@@ -24,6 +24,7 @@ from tccl_py.plan.load import load_plan
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.bench import Bench
+from tccl_py.sources.opening import open_source
 from tests.fakes import random_resources, two_uplinks
 from tests.nccl_nodes import with_nics
 from tests.planned import SEVERAL_GPUS, with_parts
@@ -243,6 +244,23 @@ def test_noise_does_not_change_the_cause():
     assert noisy.findings[0].flows == quiet.findings[0].flows
     assert noisy.findings[0].error > 0
     assert "\u00b1" in noisy.findings[0].sentence
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_plan_is_explained_by_a_source_for_each_class(count):
+    source = Simulator(load_bundled("amd-v100"))
+    with pytest.raises(InputError, match="give one for each class"):
+        explain(plan_of("amd-v100"), [source] * count)
+
+
+def test_a_directory_answers_by_its_journal_once_it_was_explained(tmp_path):
+    plan, source = plan_of("amd-v100"), Simulator(load_bundled("amd-v100"))
+    plan.write(tmp_path, source)
+    with pytest.raises(MeasurementError, match=r"is not in .*measurements\.jsonl"):
+        explain(plan, open_source(tmp_path))
+    assert CliRunner().invoke(app, ["explain", str(tmp_path)]).exit_code == 0
+    of_journal = explain(plan, open_source(tmp_path))
+    assert (of_journal.sets_measured, of_journal.rings) == (0, explain(plan, source).rings)
 
 
 def test_without_measurements_what_is_left_open_is_told():

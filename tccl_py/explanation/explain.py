@@ -9,7 +9,14 @@ from typing import Any, Literal
 
 import msgspec
 
-from tccl_py.errors import BudgetSpentError, MeasurementError, SearchError, check_type
+from tccl_py.errors import (
+    BudgetSpentError,
+    MeasurementError,
+    SearchError,
+    check_type,
+    counted,
+    require,
+)
 from tccl_py.explanation.causes import (
     HURT,
     Cause,
@@ -122,7 +129,9 @@ def explain(
     check_type(max_sets, "max_sets", int)
     check_type(most, "most", int)
     sources = source if isinstance(source, Sequence) else [source]
-    share = max_sets // len(sources)
+    classes, right = len(plan.cluster.classes), "give one for each class of hosts"
+    require(len(sources) == classes, "`source`", f"is {counted(len(sources), 'source')}", right)
+    share = max_sets // classes
     hosts = [
         _ClassExplainer(plan, number, answers, share) for number, answers in enumerate(sources)
     ]
