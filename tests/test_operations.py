@@ -18,6 +18,7 @@ from tccl_py.health.drift_statistics import Comparison
 from tccl_py.model.transfer import parse_set
 from tccl_py.nccl.plugin import LIBRARY
 from tccl_py.nccl.plugin.index import INDEX_VARIABLE
+from tccl_py.plan.directory import ALIKE_INDEX_FILE
 from tccl_py.plan.load import load_plan
 from tccl_py.report.preflight import preflight_metrics
 
@@ -124,7 +125,9 @@ def test_the_config_map_of_the_job_is_unpacked_before_the_plugin_reads_it():
     assert [container["name"] for container in every] == ["unpack", "preflight", "train"]
     variables = {one["name"]: one["value"] for one in every[-1]["env"]}
     assert Path(variables[PLUGIN_VARIABLE]).name == LIBRARY
-    assert Path(variables[INDEX_VARIABLE]).name == "plugin.index"
+    # The job may run on any node like the planned one.
+    assert "--alike" in every[1]["args"][0]
+    assert Path(variables[INDEX_VARIABLE]).name == ALIKE_INDEX_FILE
     assert "config" not in {mount["name"] for mount in every[-1]["volumeMounts"]}
     (generated,) = manifest("kustomization")["configMapGenerator"]
     assert generated["name"] == next(
