@@ -272,6 +272,15 @@ def test_a_line_without_end_is_not_held(tmp_path):
         open_workload([str(path)])
 
 
+def test_long_lines_of_other_output_are_passed_over(tmp_path):
+    """Progress bars end no line: looking for calls at each of their characters would take hours."""
+    logs = logs_of(2, 6, lambda log: log.call("AllReduce", 1000))
+    expected = read(logs, tmp_path)
+    for log in logs:
+        log.lines.insert(0, "step 1 of 9\r" * 100_000 + "\n")
+    assert read(logs, tmp_path).rows == expected.rows
+
+
 @given(
     st.lists(st.integers(0, 3), max_size=4),
     st.lists(st.integers(4, 7), min_size=1, max_size=6),

@@ -46,7 +46,7 @@ _CALL = re.compile(
     rb"op \d{1,10} root (?P<root>-?\d{1,7}) comm (?P<comm>0x[0-9a-f]{1,16}) "
     rb"\[nranks=\d{1,7}\] stream (?P<stream>\S{1,18})"
 )
-_LINES = re.compile(rb"[^\n]*(?:: opCount |- Init COMPLETE)[^\n]*")
+_LINES = re.compile(rb"^[^\n]*(?:: opCount |- Init COMPLETE)[^\n]*", re.MULTILINE)
 _TRANSFERS: dict[str, Side] = {"Send": "send", "Recv": "recv"}
 _KNOWN = {*COLLECTIVES, *_TRANSFERS, "Gather", "Scatter"}
 _DTYPES: tuple[WorkloadDtype, ...] = get_args(WorkloadDtype)
