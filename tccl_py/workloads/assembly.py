@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
 from typing import Any, cast
 
 import numpy as np
@@ -186,28 +185,28 @@ def _rows(
     """Return the rows of all ranks' calls, and how many of them the ranks of a group differ in."""
     totals: dict[Key, float] = {}
     unequal = 0
-    for communicator in communicators:
-        members = [rank for _, rank in sorted(communicator.members.items())]
+    for on in communicators:
+        members = [rank for _, rank in sorted(on.members.items())]
         group = tuple(numbers.get(rank, -1) for rank in members)
-        own = [_on(by_rank.get(number, {}), communicator.number) for number in group]
-        shared = [_by_key(ops) for ops in own]
+        own = [
+            {op: n for op, n in by_rank.get(number, {}).items() if op.communicator == on.number}
+            for number in group
+        ]
+        first, *others = map(_by_key, own)
+        equal = {key for key, n in first.items() if all(each.get(key) == n for each in others)}
         for place, ops in enumerate(own):
             for op, count in ops.items():
                 key = op.collective, op.dtype, op.bytes
-                equal = all(other.get(key) == shared[place][key] for other in shared)
-                row: Key = ()
-                if op.collective == "send" or (op.collective == "send_recv" and not equal):
+                row: Key
+                if op.collective == "send" or (op.collective == "send_recv" and key not in equal):
                     row = "send", *key[1:], op.stream, (group[place], group[op.peer])
                 elif op.collective != "recv" and place == 0:
                     row = *key, op.stream, group
-                    unequal += not equal
-                if row:
-                    totals[row] = totals.get(row, 0) + count
+                    unequal += key not in equal
+                else:
+                    continue
+                totals[row] = totals.get(row, 0) + count
     return _packed(totals), unequal
-
-
-def _on(ops: Calls, communicator: int) -> dict[Op, float]:
-    return {op: count for op, count in ops.items() if op.communicator == communicator}
 
 
 def _by_key(ops: Calls) -> dict[Key, float]:
@@ -221,14 +220,14 @@ def _by_key(ops: Calls) -> dict[Key, float]:
 
 def _packed(totals: Mapping[Key, float]) -> tuple[WorkloadRow, ...]:
     """Return rows of equal calls, each of groups that share no rank."""
-    packed: dict[Key, list[list[tuple[int, ...]]]] = {}
+    packed: dict[Key, list[tuple[set[int], list[tuple[int, ...]]]]] = {}
     for (*key, group), count in totals.items():
         rows = packed.setdefault((*key, count), [])
-        fitting = (row for row in rows if set(group).isdisjoint(chain(*row)))
-        row = next(fitting, None)
-        if row is None:
-            rows.append(row := [])
-        row.append(group)
+        fitting = (row for row in rows if row[0].isdisjoint(group))
+        if (row := next(fitting, None)) is None:
+            rows.append(row := (set(), []))
+        row[0].update(group)
+        row[1].append(group)
     streams = sorted({key[3] for key in packed})
     return tuple(
         WorkloadRow(
@@ -240,5 +239,5 @@ def _packed(totals: Mapping[Key, float]) -> tuple[WorkloadRow, ...]:
             stream=streams.index(stream),
         )
         for (collective, dtype, size, stream, calls), rows in packed.items()
-        for groups in rows
+        for _, groups in rows
     )
