@@ -1,6 +1,7 @@
 """`tccl run --record`: the job runs as it would, and its logs become a workload."""
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -92,6 +93,16 @@ def test_a_rank_that_cannot_start_leaves_the_logs_of_the_others(tmp_path):
     ended = run("--record", tmp_path / "it.json", "--", "no-such-program", **one_of_two)
     assert ended.returncode == 127
     assert (tmp_path / "it.json.logs" / "other.1.log").is_file()
+
+
+def test_a_command_that_is_named_runs_as_it_stands_whatever_the_files_name(job, tmp_path):
+    (command, logs), out = job, tmp_path / "my jobs" / "it's.json"
+    out.parent.mkdir()
+    done = run("--record", out, "--", *command, 0, *logs, RANK="0", WORLD_SIZE="2")
+    (named,) = re.findall("`tccl (.*)`", done.stderr)
+    words = [sys.executable, "-m", "tccl_py", *shlex.split(named)]
+    assert subprocess.run(words, capture_output=True, check=False, timeout=60).returncode == 0
+    assert read_workload(out).steps == 5
 
 
 def test_a_job_without_nccl_leaves_nothing(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import quote
 
 from tccl_py.cli import options
 from tccl_py.cli.install import EQUAL_HOSTS, FORCE, NEWER, PLUGIN
@@ -191,4 +192,5 @@ def _export_job(
     )
     notice(made.advice)
     notice_each(made.notices)
-    notice(f"start the job as {output}/nccl/order/launch.txt says, after `. {output}/nccl/env.sh`")
+    env_file = quote(f"{output}/nccl/env.sh")
+    notice(f"start the job as {output}/nccl/order/launch.txt says, after `. {env_file}`")

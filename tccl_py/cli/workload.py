@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -97,9 +98,8 @@ def record_job(command: Sequence[str], environment: Mapping[str, str], output: P
     one_rank = is_one_rank(environment)
     folder = log_folder(output, shared=one_rank)
     variables = log_variables(folder, environment, notice)
-    later = (
-        f"the logs stay in {folder}; `tccl workload {folder} -o {output}` reads those of all hosts"
-    )
+    names = f"{quote(str(folder))} -o {quote(str(output))}"
+    later = f"the logs stay in {folder}; `tccl workload {names}` reads those of all hosts"
     begun = time.monotonic()
     try:
         code = run_job(command, {**environment, **variables})

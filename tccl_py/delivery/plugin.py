@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
+from shlex import quote
 
 from tccl_py.errors import InputError, require
 from tccl_py.nccl.plugin import LIBRARY
@@ -42,7 +43,7 @@ def plugin_exports(plan: Plan, directory: Path, *, equal_hosts: bool = False) ->
         index = named[INDEX_VARIABLE] = folder / ALIKE_INDEX_FILE
     if not library.is_file():
         fault = "has no library of the plugin: no C compiler was there when tccl-py was installed"
-        raise InputError(str(folder), fault, f"run `{_BUILD} {folder}`")
+        raise InputError(str(folder), fault, f"run `{_BUILD} {quote(str(folder))}`")
     with index.open("rb") as file:
         right = f"{AGAIN}; or export the job again"
         head = file.readline(len(INDEX_HEAD))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from shlex import quote
 from statistics import median
 
 import msgspec
@@ -88,7 +89,7 @@ def verified_choice(directory: Path, text: str) -> Communication:
     verified = (Communications.load(directory) or Communications()).named(name)
     if verified is None or verified.basis:
         fault = "was verified for it without GPUs" if verified else "was not verified for it"
-        right = f"`tccl verify {directory} --workload FILE` first, or leave it out"
+        right = f"`tccl verify {quote(str(directory))} --workload FILE` first, or leave it out"
         raise InputError(f"workload {text[:80]!r}", f"{directory} {fault}", right)
     return verified
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from shlex import quote
 
 import msgspec
 
@@ -76,7 +77,7 @@ def plan_file(path: Path) -> Path:
         fault, right = f"holds no {PLAN_FILE}", "name a directory of `tccl plan`"
         if (env_file := path / "nccl" / "env.sh").is_file():
             fault += ", but files of `tccl export`"
-            right = f"use them by `. {env_file}`, or {right}"
+            right = f"use them by `. {quote(str(env_file))}`, or {right}"
         raise InputError(str(path), fault, right)
     check_if_listed(path, PLAN_FILE)
     return path / PLAN_FILE
