@@ -88,6 +88,23 @@ def write_atomically(path: Path, text: str) -> None:
                 os.fchmod(handle.fileno(), held)
 
 
+def write_named(path: Path, text: str) -> None:
+    """Write `text` to what a user named: a device or a pipe as it is, a file as `write_atomically`.
+
+    A link stays, and what it leads to is written. InputError: not to be written.
+    """
+    with refused(path, "cannot be written", SPACE):
+        if path.exists() and not path.is_file() and not path.is_dir():
+            # Renaming a file into the place of a device would take the device away.
+            path.write_text(text, encoding="utf-8")
+            return
+        try:
+            target = path.resolve() if path.is_symlink() else path
+        except RuntimeError as error:
+            raise InputError(str(path), f"cannot be written ({error})", SPACE) from error
+    write_atomically(target, text)
+
+
 @contextmanager
 def replacement(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
     """Open a new file to replace `path` in one step at the end of a block without errors."""

@@ -1,5 +1,7 @@
 """Workloads as data and as files."""
 
+import subprocess
+import sys
 from typing import get_args
 
 import msgspec
@@ -32,6 +34,22 @@ def test_a_workload_names_every_collective_of_the_experiments():
 def test_a_written_workload_is_read_as_it_was(tmp_path):
     write_workload(WORKLOAD, tmp_path / "job.json")
     assert read_workload(tmp_path / "job.json") == WORKLOAD
+
+
+@pytest.mark.parametrize("target", ["/dev/null", "job.json"])
+def test_a_link_that_a_workload_is_written_to_stays(target, tmp_path):
+    (link := tmp_path / "link").symlink_to(target)
+    write_workload(WORKLOAD, link)
+    assert link.is_symlink()
+    assert target == "/dev/null" or read_workload(tmp_path / target) == WORKLOAD
+
+
+def test_a_pipe_gets_a_workload(tmp_path):
+    (link := tmp_path / "link").symlink_to("/proc/self/fd/1")
+    command = [sys.executable, "-m", "tccl_py", "workload", "fsdp", "--quiet", "-o", str(link)]
+    printed = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=60).stdout
+    (tmp_path / "job.json").write_bytes(printed[: printed.rindex(b"}") + 1])
+    assert read_workload(tmp_path / "job.json").rows == bundled("fsdp", 8).rows
 
 
 WRONG = [

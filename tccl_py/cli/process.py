@@ -15,7 +15,7 @@ from typing import Any
 
 from tccl_py import __version__
 from tccl_py.errors import InputError, visible
-from tccl_py.files import encode_json, write_atomically
+from tccl_py.files import encode_json, write_named
 
 ANSWER_IS_NO = 1
 NOT_USABLE = 2
@@ -81,19 +81,8 @@ def write_result(text: str, output: Path | None) -> None:
     """Write a result to `output`, whole or not at all, or to stdout if that is None."""
     if output is None:
         print(text, end="")
-        return
-    try:
-        target = output.resolve() if output.is_symlink() else output
-        if target.exists() and not target.is_file() and not target.is_dir():
-            # Renaming a file into the place of a device would take the device away.
-            target.write_text(text, encoding="utf-8")
-            return
-    except (OSError, RuntimeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise InputError(
-            str(output), f"cannot be written ({reason})", "choose a writable place with free space"
-        ) from error
-    write_atomically(target, text)
+    else:
+        write_named(output, text)
 
 
 def print_version() -> int:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tccl_py.errors import check_type, require
-from tccl_py.files import encode_json, write_atomically
+from tccl_py.files import encode_json, write_named
 from tccl_py.model.cluster import Cluster, NodeClass
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.measurement import IN_DRY_RUN, mark
@@ -386,4 +386,4 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         Raises InputError: the place cannot be written.
         """
         check_type(path, "path", str, Path)
-        write_atomically(Path(path), encode_json(self))
+        write_named(Path(path), encode_json(self))

@@ -18,7 +18,7 @@ from tccl_py.files import (
     encode_json,
     encode_line,
     read_text,
-    write_atomically,
+    write_named,
 )
 
 FORMAT_VERSION = 1
@@ -115,4 +115,4 @@ def read_workload(path: Path) -> Workload:
 def write_workload(workload: Workload, path: Path) -> None:
     """Write a workload, whole or not at all (InputError also where it could not be read)."""
     check_types(workload, where=str(path))
-    write_atomically(path, encode_json(check_workload(workload, path)))
+    write_named(path, encode_json(check_workload(workload, path)))
