@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tccl_py.errors import InputError, SearchError
+from tccl_py.errors import InputError, MeasurementError, SearchError
 from tccl_py.model.symmetry import automorphisms
 from tccl_py.model.transfer import parse_set
 from tccl_py.search.problem import Budget, SearchProblem, count_ring_sets
@@ -154,6 +154,21 @@ def test_a_spent_budget_gives_the_best_so_far_and_a_true_bound():
     result = find_rings(problem)
     assert result.sets_measured <= 60
     assert result.rate_gbps <= result.bound_gbps
+
+
+@pytest.mark.parametrize("seed", range(60, 80))
+def test_a_set_that_cannot_be_measured_leaves_a_true_bound(seed):
+    class Failing(Bench):
+        bounds_hold = True
+
+        def measure(self, sets):
+            if self.times_measured == 19 and len(sets[0]) > 1:
+                raise MeasurementError(f"{sets[0]}: no room for its FIFOs")
+            return super().measure(sets)
+
+    result = find_rings(problem_for(Failing(random_resources(seed)), 4))
+    best = find_rings(problem_for(random_resources(seed), 4), strategy=brute_force)
+    assert best.rate_gbps <= result.bound_gbps
 
 
 def test_ctrl_c_gives_the_best_so_far():

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tccl_py.errors import BudgetSpentError
+from tccl_py.errors import MeasurementError
 from tccl_py.model.rings import RingSet
 from tccl_py.search.bounds import (
     DIFFERENCE,
@@ -277,7 +277,8 @@ class RingSetSearch:
             else:
                 for child in self._children(state):
                     self._push(child)
-        except (BudgetSpentError, KeyboardInterrupt):
+        except (MeasurementError, KeyboardInterrupt):
+            # What it may lead to counts for the bound.
             self._push(state)
             raise
 
