@@ -98,10 +98,10 @@ def test_hosts_of_another_machine_are_measured_and_merged_as_in_a_fresh_plan(two
 
 def test_simulated_hosts_that_a_plan_has_are_named_too(tmp_path):
     place = tmp_path / "plan"
-    for more in (("--nodes", "2"), ("--nodes", "3", "--extend")):
+    for more in (("--nodes", "9"), ("--nodes", "10", "--extend")):
         result = done("plan", "-o", place, "--simulate", "amd-v100", *more, *FEW)
-    assert "node[1-2]: in the plan already" in result.stderr
-    assert load_plan(place).cluster.names == ("node1", "node2", "node3")
+    assert "node[1-9]: in the plan already" in result.stderr
+    assert load_plan(place).cluster.names == tuple(f"node{number}" for number in range(1, 11))
 
 
 def test_named_hosts_are_added_unsampled_and_the_plan_says_so(two):

@@ -5,6 +5,7 @@ A known plan's hosts come before them.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
@@ -59,7 +60,8 @@ def cluster_subject(request: PlanRequest, job: Job | None, stack: ExitStack, say
         right = f"{UNDER_MPI}, or name them by `hosts`"
         require(job is not None or named, "`extend`", "has no hosts to add", right)
         if job is None:
-            _say_known(known, [h.name for h in _listed(request.nodes, request.hosts)], say)
+            listed = _listed(request.nodes, request.hosts, known)
+            _say_known(known, [host.name for host in listed], say)
         models = planned_models(known.plan, request.extend)
     tables = list[KeptTable]()
     if job is not None:
@@ -157,7 +159,9 @@ def simulated_cluster(
     Raises InputError: neither, too few or too many, or both and they differ.
     """
     equal = picked(model, "machine", "knowledge")
-    reports = [HostReport(host=h.name, slots=h.slots, **equal) for h in _listed(nodes, hosts)]
+    reports = [
+        HostReport(host=h.name, slots=h.slots, **equal) for h in _listed(nodes, hosts, known)
+    ]
     return _cluster(reports, switches, known, where=hosts or "cluster")
 
 
@@ -233,7 +237,7 @@ def _cluster(
     return split(check_cluster(cabled, where=where), groups.values())
 
 
-def _listed(nodes: int | None, text: str | None) -> tuple[HostSlots, ...]:
+def _listed(nodes: int | None, text: str | None, known: KnownPlan | None) -> tuple[HostSlots, ...]:
     if text is not None:
         hosts = listed_hosts(text, where="`hosts`")
         if nodes not in (None, len(hosts)):
@@ -242,5 +246,8 @@ def _listed(nodes: int | None, text: str | None) -> tuple[HostSlots, ...]:
         return hosts
     if nodes is None or not 1 <= nodes <= MANY_NODES:
         raise InputError("`nodes`", f"is {nodes}", f"1 to {MANY_NODES}")
-    width = len(str(nodes))
+    # Of a plan for 8 that grows to 16, node1 is not node01.
+    planned = () if known is None else known.plan.cluster.names
+    widths = (len(name[4:]) for name in planned if re.fullmatch("node[0-9]+", name, re.ASCII))
+    width = min(widths, default=len(str(nodes)))
     return tuple(HostSlots(f"node{number + 1:0{width}d}") for number in range(nodes))
