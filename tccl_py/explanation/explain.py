@@ -260,9 +260,9 @@ class _ClassExplainer:
         """Return the rates of the flows' GPU pairs by each mechanism within budget and hardware."""
         instead = []
         for kind in _MECHANISMS:
-            variants = (by_mechanism(self._plan, f, kind, number=self._number) for f in flows)
+            variants = [by_mechanism(self._plan, f, kind, number=self._number) for f in flows]
             changed = [flow for flow in variants if flow is not None]
-            if len(changed) == len(flows) and changed != list(flows):
+            if changed == variants != list(flows):
                 with suppress(MeasurementError):
                     instead.append(Instead(kind=kind, gbps=self.prober.rate(changed).rate_gbps))
         return tuple(instead)

@@ -155,16 +155,14 @@ def check_peers(host: HostState) -> Results:
     if host.driver.unseen and len(host.gpus) > 1:
         yield Unseen(what="pairs of GPUs with P2P", why=host.driver.unseen)
     yield from _driver_options(host)
-    facts = host.driver.peer_access
     without = [
         f"{fact.source}-{fact.target}"
-        for fact in facts
+        for fact in host.driver.peer_access
         if not fact.supported and fact.source < fact.target
     ]
-    if without and any("GeForce" in gpu.name for gpu in host.driver.gpus):
-        yield defect("geforce", f"pairs {listed(without)}")
-    elif without:
-        yield defect("no-p2p", f"pairs {listed(without)}")
+    if without:
+        geforce = any("GeForce" in gpu.name for gpu in host.driver.gpus)
+        yield defect("geforce" if geforce else "no-p2p", f"pairs {listed(without)}")
     nics = host.rdma_nics()
     if nics and host.gpus and not host.offers_gpu_memory():
         yield defect("no-peermem", listed(nics))

@@ -33,7 +33,6 @@ _PATHS = {
     "SYS": "over two CPUs or NUMA nodes",
 }
 
-
 Ends = tuple[str, str, str, Flow | None, float | None]
 """A hop to draw: its two devices, kind (write, read, bounce or net), flow and rate.
 

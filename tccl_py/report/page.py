@@ -212,8 +212,8 @@ def rate_bars(plan: Plan, achieved: Mapping[ChoiceName, float]) -> list[Bar]:
             choice.note,
         ]
         label, kind = CHOICE_WORDS[name], "plan" if recommended else "default"
-        bar = Bar(label=f"{label}, {how}", gbps=choice.rate_gbps, kind=kind)
-        bars.append(msgspec.structs.replace(bar, note="; ".join(filter(None, notes))))
+        note = "; ".join(filter(None, notes))
+        bars.append(Bar(label=f"{label}, {how}", gbps=choice.rate_gbps, kind=kind, note=note))
         if name in achieved:
             bars.append(Bar(label=f"{label}, achieved", gbps=achieved[name], kind="achieved"))
     limit, bound = plan.limit_gbps, plan.bound_gbps
@@ -228,9 +228,8 @@ def rate_bars(plan: Plan, achieved: Mapping[ChoiceName, float]) -> list[Bar]:
 
 
 def _notices(contents: Contents) -> tuple[str, ...]:
-    stopped = ("the search was interrupted: this is the best until then",)
-    cancelled = stopped if contents.plan.cancelled else ()
-    return (*cancelled, *contents.plan.notices, *contents.notices)
+    stopped = ["the search was interrupted: this is the best until then"] * contents.plan.cancelled
+    return (*stopped, *contents.plan.notices, *contents.notices)
 
 
 def check_replaceable(target: Path, directory: Path, *, force: bool) -> None:

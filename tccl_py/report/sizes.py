@@ -117,8 +117,6 @@ def _row_json(row: SizeRow) -> dict[str, Any]:
 
 
 # Latency and bus bandwidth by size, as drawings with logarithmic axes.
-
-
 _WIDTH, _HEIGHT = 560.0, 300.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52.0, 12.0, 10.0, 34.0
 _MOST_TICKS = 10
@@ -195,9 +193,8 @@ def arm_charts(result: Verification) -> Iterator[SizeChart]:
 
 def _spans(row: SizeRow, ranks: int) -> tuple[Spans, Spans, Spans]:
     """Return the intervals of a row in each chart, in the order of `_TITLES`."""
-    seconds = {kind: row.seconds.get(kind, ()) for kind in ("default", "variables")}
-    if row.plan == "variables":
-        del seconds["variables"]
+    choices = ["default", *["variables"] * (row.plan != "variables")]
+    seconds = {kind: row.seconds.get(kind, ()) for kind in choices}
     seconds |= {"plan": row.seconds.get(row.plan, ()), "tuned": row.tuned_seconds}
     timed = {kind: values for kind, values in seconds.items() if values}
     ratios = {kind: ratios_of(timed.get("default", ()), values) for kind, values in timed.items()}

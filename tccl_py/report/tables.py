@@ -49,8 +49,6 @@ def lines(columns: Columns, rows: Iterable[Any]) -> Iterator[list[str]]:
 
 
 # Verification: a row is the same row in every arm.
-
-
 def verdict_text(row: Timed) -> str:
     """Return the speed over the baseline's with its interval, and the verdict if there is one."""
     return f"{row.compared:.3f}" + (f" {row.verdict}" if row.verdict != "same" else "")
@@ -84,8 +82,6 @@ def _of_default(row: Tried, ratio: float) -> str:
 
 
 # Evaluation: a row is the summary of an arm, of one collective or of all.
-
-
 SUMMARIES: Columns = (
     Column("choice", lambda row: CHOICE_WORDS[row[0].arm]),
     Column("collective", lambda row: row[1] or "all"),
@@ -119,8 +115,6 @@ def csv_text(result: Evaluation) -> str:
 
 
 # Overlap: a row is a set of transfers, or a transfer beside a GEMM, in one of two modes.
-
-
 class Span(Interval, frozen=True, kw_only=True):
     """A median and the 95 % interval, ms; the whole range of fewer than 6 samples."""
 
@@ -194,8 +188,6 @@ def overlap_lines(
 
 
 # A job's communication.
-
-
 def communication_line(communication: Communication) -> str:
     """Return the time of a step before and after, by what choice, and what that slows."""
     steps, chosen = communication.choices, communication.chosen

@@ -104,8 +104,8 @@ def _where(result: Verification) -> str:
 def facts_of(result: Verification) -> list[str]:
     """Return the results beside sizes: rings, values, communicators, and the cost."""
     lines = [line for arm in result.arms for line in _arm_facts(result, arm)]
-    left_out = result.left_out
-    lines += [f"not in this backend: {', '.join(left_out)}"] if left_out else []
+    if result.left_out:
+        lines.append(f"not in this backend: {', '.join(result.left_out)}")
     lines += trade_off_lines(result)
     if result.rounds:
         at_once = f", {result.at_once} jobs at once," if result.at_once > 1 else ""
@@ -159,8 +159,6 @@ def _arm_facts(result: Verification, arm: ArmResult) -> list[str]:
 
 
 # An evaluation as text for people, as JSON, and as a heat map by collective and size.
-
-
 class RatioMap(msgspec.Struct, frozen=True, kw_only=True):
     """Ratios of an arm to default NCCL, a row for each collective, None where there is none."""
 
