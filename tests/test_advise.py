@@ -67,7 +67,7 @@ def test_problems_of_the_host_come_with_their_fix():
 
 
 def test_when_the_time_is_up_the_advice_says_that_a_full_plan_may_find_more():
-    found = advise(model_of("amd-3090", -1.0))
+    found = advise(model_of("amd-3090", 1e-9))
     assert found.default_gbps
     assert "cut short: `tccl plan`" in found.sure
     assert "ended early" in found.advice
@@ -76,7 +76,7 @@ def test_when_the_time_is_up_the_advice_says_that_a_full_plan_may_find_more():
 def test_this_machine_is_measured_as_its_plan_measures_it(monkeypatch):
     host = measured_machine("host", 2)
     monkeypatch.setattr("tccl_py.sources.profiled.measured_machine", lambda *_: host)
-    found = advise(machine_subject(advice_request(None, seconds=-1.0), lambda _: None))
+    found = advise(machine_subject(advice_request(None, seconds=1e-9), lambda _: None))
     assert (found.simulated, found.assumptions) == (False, ())
     assert found.default_gbps > 0
     assert "1 set measured here" in found.sure
