@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -22,7 +23,7 @@ from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import check_plan, load_plan
 from tccl_py.plan.staging import check_files
 from tccl_py.plan.tables import ClassRates, KeptChains, KeptTable, OwnChains, table_files
-from tccl_py.planning.jobs import as_achieved, bound_of, plan_of_job
+from tccl_py.planning.jobs import as_achieved, bound_of, jobs_of_tables, plan_of_job
 from tccl_py.planning.join import plan_over
 from tccl_py.planning.planner import make_cluster_plan
 from tccl_py.planning.request import PlanRequest
@@ -368,6 +369,32 @@ def test_hosts_are_listed_by_a_file_or_as_slurm_has_them(tmp_path):
         "gpu02",
         "login",
     ]
+
+
+@pytest.mark.parametrize("text", [None, "4,2", "8,4-7", "2,0+2"])
+def test_jobs_of_unlike_hosts_use_what_is_named_on_every_host(text, monkeypatch):
+    def jobs_of(plan, directory, hosts, gpus):
+        return tuple(gpus[host.name] for host in hosts)
+
+    monkeypatch.setattr("tccl_py.planning.jobs.plan_of_job", jobs_of)
+    large, small = tuple(range(8)), tuple(range(4))
+    cluster = SimpleNamespace(host_classes={"a": 1, "b": 1, "c": 0, "d": 0})
+    plan = SimpleNamespace(host_order=tuple("abcd"), cluster=cluster, class_gpus=(small, large))
+    jobs = set(jobs_of_tables(plan, None, text))
+    two = {(large, large), ((0, 1), (0, 1))}
+    four = {(large, large, small, small)}
+    if text is None:
+        two |= {((0, 1, 2, 3),) * 2, ((0,),) * 2}
+        four |= {(small, small, (0, 1), (0, 1)), ((0, 1), (0, 1), (0,), (0,))}
+    elif text == "4,2":
+        two |= {(small, small)}
+        four |= {(small,) * 4, ((0, 1),) * 4}
+    elif text == "8,4-7":
+        two = {(large, large), ((4, 5, 6, 7),) * 2}
+    else:
+        two |= {((0, 2),) * 2}
+        four |= {((0, 1),) * 4, ((0, 2),) * 4}
+    assert jobs == two | four
 
 
 def test_a_job_of_a_thousand_hosts_is_planned_with_few_calls(tmp_path):
