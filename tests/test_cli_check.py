@@ -4,13 +4,18 @@ import json
 import shutil
 from collections import Counter
 from contextlib import contextmanager
+from pathlib import Path
 
 import msgspec
 import pytest
 from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
+from tccl_py.errors import InputError
+from tccl_py.experiments.jobs import Launcher
+from tccl_py.experiments.preflight import measure_plan_again
 from tccl_py.files import encode_json, encode_line
+from tccl_py.health.drift import Effort
 from tccl_py.model.machine import Fingerprint
 from tccl_py.model.measurement import JournalHeader
 from tccl_py.model.rings import direct_write
@@ -396,6 +401,14 @@ def test_a_preflight_by_a_simulated_plan_is_refused(plan):
     assert (result.exit_code, result.stdout) == (2, "")
     assert "is simulated" in result.stderr
     assert tccl("check", plan).exit_code == 0
+
+
+def test_a_preflight_over_hosts_by_a_program_of_one_host_is_no_fault_of_the_hosts(verified):
+    launcher = Launcher(job=object(), nccl_tests=Path("all_reduce_perf"))
+    given = load_plan(verified[0]), verified[0], Effort(), launcher
+    with pytest.raises(InputError) as error:
+        measure_plan_again(*given, preflight=True, watching=lambda: None)
+    assert error.value.where == "`with_`"
 
 
 def test_gpus_in_use_are_no_fault_of_the_node(verified, monkeypatch):

@@ -135,6 +135,14 @@ def test_a_host_without_torch_is_verified_by_the_program_and_preflights_compare_
     assert slow.slower == list(slow.rates)
 
 
+def test_a_preflight_of_a_plan_that_was_not_verified_names_sizes_that_the_program_takes(place):
+    plan = load_plan(place)
+    with module.launcher_of(plan, place, module.Launcher(nccl_tests=program(place))) as launcher:
+        found = check_collectives(read_target(plan, place), launcher, None)
+    assert found.problems == () and found.checked == 5
+    assert [row.bytes for row in found.rates] == [1 << 20, 1 << 24, 1 << 28]
+
+
 def test_wrong_values_of_the_program_refuse_the_choice(place):
     result = tccl("verify", place, "--with", program(place, wrong="7"), "--json", *FEW, *ONE)
     assert result.exit_code == 1

@@ -12,6 +12,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from itertools import takewhile
 from pathlib import Path
 from typing import cast
 
@@ -39,8 +40,8 @@ from tccl_py.statistics import holm
 
 FAMILIES = 2
 """Comparisons of transfers, and of collectives, share the rate of false alarms."""
-_SIZES = (MIB, 64 * MIB, 256 * MIB)
-"""Sizes of a plan that was not verified."""
+_SIZES = (MIB, 16 * MIB, 256 * MIB)
+"""Sizes of a plan that was not verified, which grow by one factor, as nccl-tests need it."""
 _LONGEST_S = 0.1
 """The longest call that is timed: a job makes a dozen of each size."""
 _CLOSING_S, _LEAST_S = 5.0, 5.0
@@ -155,7 +156,7 @@ def _verified_rows(
 ) -> dict[int, Timed]:
     """Return rows of an arm's verification by the same program, by size; {} if there was none.
 
-    Of sizes that do not take long, the large ones, else the largest.
+    Of sizes below the first that takes long, the large ones, else the largest.
     """
     if verified is None or verified.backend != launcher.backend:
         return {}
@@ -164,7 +165,8 @@ def _verified_rows(
         return {}
     result = verified.arm(arm.name)
     rows = result.sizes if result is not None else ()
-    short = [row for row in rows if statistics.median(row.seconds) <= _LONGEST_S] or rows[:1]
+    quick = takewhile(lambda row: statistics.median(row.seconds) <= _LONGEST_S, rows)
+    short = list(quick) or rows[:1]
     return {row.bytes: row for row in [row for row in short if is_large(row.bytes)] or short[-1:]}
 
 
@@ -221,7 +223,8 @@ def measure_plan_again(
     """Measure a plan's drift and, of a preflight, check collectives in a job before.
 
     A measured cluster's plan needs the MPI job of `launcher`; `watching` begins to show sets
-    measured. Raises InputError: a preflight by a simulated plan, or of GPUs that are in use.
+    measured. Raises InputError: a preflight by a simulated plan, or of GPUs that are in use, or by
+    nccl-tests over hosts or in a dry run.
     """
     if preflight and plan.simulated:
         what = "is simulated, which says nothing of this machine"
@@ -229,6 +232,8 @@ def measure_plan_again(
     begun = time.monotonic()
     until = begun + effort.seconds
     journal, jobs = journal_of(plan, directory), CollectivesChecked()
+    if launcher.nccl_tests is not None and (launcher.job is not None or journal.header.dry_run):
+        raise InputError("`with_`", "drives the GPUs of one machine", "leave it out")
 
     def tell(texts: Iterable[str]) -> None:
         for text in texts:
