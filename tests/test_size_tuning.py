@@ -303,6 +303,19 @@ def test_a_choice_that_slows_multiplications_gets_no_entry():
     assert truth.tuned()[1] == ()
 
 
+def test_a_choice_that_nccl_does_not_allow_in_every_job_is_not_predicted():
+    small, best = row(16 * KIB), wanted("ring", "ll", 2)
+    truth = Truth(lambda one, choice: 1.3 if choice == best else 1.1, seed=7)
+    sweep = truth.contest(small, (best, wanted("ring", "ll", 1)))
+    jobs = [[truth.contest(small, tuple(v.choice for v in sweep.finalists))] for _ in range(11)]
+    assert predict([sweep], jobs)[0].choice == best
+    (last,) = jobs[-1]
+    jobs[-1] = [
+        msgspec.structs.replace(last, variants=tuple(v for v in last.variants if v.choice != best))
+    ]
+    assert predict([sweep], jobs)[0].choice == wanted("ring", "ll", 1)
+
+
 def test_too_few_fresh_jobs_confirm_nothing():
     truth = Truth(lambda one, choice: 1.3 if choice.protocol == "ll" else 0.8, seed=6)
     assert truth.tuned(jobs=5)[1] == ()

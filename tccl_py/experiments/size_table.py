@@ -175,6 +175,8 @@ def _scores(times: RowTimes, jobs: Sequence[RowTimes]) -> Iterator[SizeRow]:
         ratios = ratios_of(default.seconds, variant.seconds)[-times.final :]
         if len(jobs) >= _ROUNDS:
             ratios = [_ratio(job, variant.choice) for job in jobs]
+            if not all(ratios):
+                continue  # NCCL did not allow it in every job.
         swept = ratio_interval(ratios, level=_SURE)
         near = ratio_interval(ratios_of(default.beside, variant.beside)) if variant.beside else None
         yield replace(
