@@ -212,6 +212,17 @@ def test_links_stay_links_and_what_they_lead_to_is_restored(tmp_path):
     assert everything(tmp_path) == before
 
 
+def test_a_file_that_became_a_link_meanwhile_is_restored_and_forgotten(tmp_path):
+    path, moved = tmp_path / "conf", tmp_path / "moved"
+    path.write_bytes(b"NCCL_DEBUG=WARN\n")
+    install(PLAN, path, dry_run=False)
+    path.rename(moved)
+    path.symlink_to("moved")
+    assert [change.path for change in uninstall()] == [moved]
+    assert path.is_symlink() and moved.read_bytes() == b"NCCL_DEBUG=WARN\n"
+    assert load_record(state_directory()) == () == uninstall()
+
+
 def test_attributes_of_a_file_stay(tmp_path):
     path = tmp_path / "conf"
     path.write_bytes(b"")

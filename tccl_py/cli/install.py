@@ -69,7 +69,7 @@ def install(
         jobs = "all NCCL jobs"
         if real_path(path) == real_path(user_file()):
             jobs += " of yours"
-        elif real_path(path) != HOST_FILE:
+        elif real_path(path) != real_path(HOST_FILE):
             jobs += f" with {CONF_VARIABLE}={path.absolute()}"
         notice(
             f"{'the plugin is loaded by' if loaded else 'the settings hold for'} {jobs}, on every "

@@ -148,7 +148,8 @@ def uninstall(paths: Sequence[Path] = (), *, dry_run: bool = False) -> tuple[Cha
         remaining = list(recorded)
         for change in removal:
             apply_change(change)
-            remaining = [path for path in remaining if path != str(change.path)]
+            # A recorded path may have become a link since.
+            remaining = [p for p in remaining if os.path.realpath(p) != str(change.path)]
             _save_record(remaining, directory)
     return removal
 
