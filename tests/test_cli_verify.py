@@ -407,6 +407,11 @@ def test_settings_under_which_the_job_fails_are_told(place, jobs):
         (("--backend", "tpu"), "backend 'tpu': is not known; one of cuda, host"),
         (("--pin-env", "PATH"), "--pin-env 'PATH': is no NCCL variable"),
         (("--pin-env", "NCCL_GRAPH_FILE"), "--pin-env NCCL_GRAPH_FILE: is what is compared"),
+        (("--pin-env", "NCCL_CONF_FILE"), "--pin-env NCCL_CONF_FILE: is set by the jobs"),
+        (
+            ("--backend", "host", "--pin-env", "NCCL_IB_TIMEOUT"),
+            "--pin-env NCCL_IB_TIMEOUT: is not set; set it",
+        ),
     ],
 )
 def test_bad_options_are_one_sentence(place, options, sentence):

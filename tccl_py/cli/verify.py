@@ -27,7 +27,7 @@ from tccl_py.cli.process import (
 from tccl_py.errors import InputError
 from tccl_py.experiments.collectives import PROGRAMS, Collective
 from tccl_py.experiments.evaluation import EVALUATED, EVALUATED_DRY
-from tccl_py.experiments.jobs import Launcher
+from tccl_py.experiments.jobs import RANK_VARIABLES, Launcher
 from tccl_py.experiments.nccl_tests import find_program, size_options
 from tccl_py.experiments.plans import evaluate_plan, tuning_budget, verify_plan
 from tccl_py.experiments.record import Verification
@@ -251,6 +251,8 @@ def _job_options(
             raise InputError(where, "is no NCCL variable", "a name such as NCCL_P2P_DISABLE")
         if name == "NCCL_GRAPH_FILE":
             raise InputError(f"--pin-env {name}", "is what is compared", "leave it out")
+        if name in (*RANK_VARIABLES, "NCCL_DEBUG_FILE"):
+            raise InputError(f"--pin-env {name}", "is set by the jobs themselves", "leave it out")
     with ExitStack() as stack:
         job = stack.enter_context(controlled_job()) if in_job() else None
         plan_in(directory)

@@ -38,12 +38,13 @@ DEFAULT_TIMEOUT = 180.0
 THIS_HOST = ""
 """Name of the host of a job on one machine."""
 GRAPH_VARIABLE = "NCCL_GRAPH_FILE"
-_RANK_VARIABLES = {
+RANK_VARIABLES = {
     "NCCL_CONF_FILE": "/dev/null",
     "NCCL_GRAPH_REGISTER": "0",
     "NCCL_DEBUG": "INFO",
     "NCCL_DEBUG_SUBSYS": "INIT,GRAPH,P2P,SHM,NET",
 }
+"""What all ranks on GPUs get, whatever the caller has."""
 _CONCURRENT = 4
 _CONCURRENT_BYTES = 4 << 30
 """Limit of the buffers of concurrent jobs on a device, which may have few GiB."""
@@ -276,5 +277,5 @@ def rank_environment(
         if name in names or not name.startswith(("NCCL_", "TORCH_NCCL_"))
     }
     # CUDA graphs stand for single calls, for which NCCL registers no buffers.
-    nccl = {} if gpus is None else _RANK_VARIABLES
+    nccl = {} if gpus is None else RANK_VARIABLES
     return {**torch_environment(environment, gpus), **nccl, **variables}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -272,7 +273,16 @@ def machine_launcher(plan: Plan, directory: Path, launcher: Launcher) -> Launche
         _check_here(plan, directory, launcher)
     ranks = tuple(range(len(plan.gpus)))
     host = HostRanks(ranks=ranks, gpus=plan.gpus, environment=dict(os.environ))
-    return replace(launcher, hosts=(host,))
+    return _with_hosts(launcher, [host])
+
+
+def _with_hosts(launcher: Launcher, hosts: Sequence[HostRanks]) -> Launcher:
+    """Return the launcher with hosts, each of which has the variables that jobs are to keep."""
+    for host, name in product(hosts, launcher.keep):
+        if name not in host.environment:
+            where = f"`pin_env` {name}" + f" on host {host.name}" * bool(host.name)
+            raise InputError(where, "is not set", "set it as all jobs have it, or leave it out")
+    return replace(launcher, hosts=tuple(hosts))
 
 
 def _check_here(plan: Plan, directory: Path, launcher: Launcher) -> None:
@@ -322,7 +332,7 @@ def _hosts_launcher(plan: Plan, launcher: Launcher, *, subset: bool = False) -> 
                 raise InputError(f"host {name}", why, _PLANNED_HOSTS)
         ranks = tuple(range(place.first_rank, place.first_rank + len(gpus)))
         hosts.append(HostRanks(name=name, ranks=ranks, gpus=gpus, environment=environment))
-    return replace(launcher, hosts=tuple(hosts), runner=jobs)
+    return replace(_with_hosts(launcher, hosts), runner=jobs)
 
 
 def check_hosts(plan: Plan, hosts: Iterable[str], *, subset: bool = False) -> None:
