@@ -331,3 +331,12 @@ def test_a_network_flow_that_crowds_a_memory_is_named():
     flows = "N0->N0->C0->G0->G0 N1->N1->C0->G1->G1"
     assert words(paths, flows) == ["the host memory of NUMA node 0"]
     assert kind_of(parse_set(flows).flows[0]) == "network receive"
+
+
+def test_in_a_dry_run_flows_share_cores_and_no_links_that_are_not_there():
+    name = "intel-v100"
+    dry = msgspec.structs.replace(plan_of(name), simulated=False, assumed=False, dry_run=True)
+    found = explain(dry, Simulator(load_bundled(name)))
+    shares = [text for ring in found.rings for one in ring.findings for text in one.shares]
+    assert any("the core in the place of GPU" in text for text in shares)
+    assert not any("PCIe link" in text for text in shares)

@@ -51,6 +51,7 @@ from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.view import direct_pairs, view
 from tccl_py.plan.chains import condensed, slowest_first
 from tccl_py.plan.plan import Plan
+from tccl_py.plan.text import has_stand_ins
 from tccl_py.sources.bench import bench_for
 
 MOST_SETS = 200
@@ -167,7 +168,7 @@ class _ClassExplainer:
     def __init__(self, plan: Plan, number: int, source: BandwidthSource, sets: int) -> None:
         self._plan, self._number, self._class = plan, number, plan.cluster.classes[number]
         self._machine = self._class.machine
-        self._paths = Paths(self._machine, self._class.knowledge)
+        self._paths = Paths(self._machine, self._class.knowledge, stand_ins=has_stand_ins(plan))
         gpus = plan.class_gpus[number]
         keys = SymmetryKeys(automorphisms(self._machine, self._class.knowledge, gpus=gpus))
         self._network = any(hop.flow.is_network for ring in plan.rings for hop in ring.hops)

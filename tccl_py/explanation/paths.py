@@ -56,10 +56,10 @@ class Shared(NamedTuple):
 
 
 class Paths:
-    """The parts of a machine on the paths of flows."""
+    """The parts of a machine on the paths of flows; in the place of its GPUs may be cores."""
 
-    def __init__(self, machine: Machine, knowledge: Knowledge) -> None:
-        self.machine = machine
+    def __init__(self, machine: Machine, knowledge: Knowledge, *, stand_ins: bool = False) -> None:
+        self.machine, self._stand_ins = machine, stand_ins
         self._network = Network(model_for(machine, knowledge))
         self._known: dict[tuple[Transfer, ...], tuple[Passing, ...]] = {}
 
@@ -122,7 +122,9 @@ class Paths:
             to = "" if above[0] == "C" else f" to {above}"
             part = Part("uplink", child, f"the uplink of switch {child}{to}")
             if child[0] in "GN":
-                part = Part("own", child, f"{device_words(child)}'s own PCIe link")
+                link = f"{device_words(child)}'s own PCIe link"
+                core = f"the core in the place of {device_words(child)}"
+                part = Part("own", child, core if self._stand_ins else link)
         elif kind == "smp":
             return self._between_nodes(edge)
         elif kind == "hidden":

@@ -31,6 +31,11 @@ CHOICE_WORDS: dict[ChoiceName, str] = {
 }
 
 
+def has_stand_ins(plan: Plan) -> bool:
+    """Return whether cores stand in for the machine's GPUs, without links."""
+    return plan.dry_run and not plan.simulated
+
+
 def plan_name(plan: Plan) -> str:
     """Return the machine of a plan, or the number of hosts with the machine of each class."""
     machines = ", ".join(dict.fromkeys(part.machine.name for part in plan.cluster.classes))

@@ -21,7 +21,7 @@ from tccl_py.model.machine import Machine
 from tccl_py.model.rings import Ring
 from tccl_py.plan.chains import PlanChain
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.text import settings_words
+from tccl_py.plan.text import has_stand_ins, settings_words
 from tccl_py.report.contents import HeatMap, cell_colours, cell_text
 from tccl_py.report.hops import (
     DrawnHop,
@@ -90,11 +90,6 @@ def loaded_view(plan: Plan, number: int) -> NodeView:
         node_view(part.machine, plan, number),
         loads={} if has_stand_ins(plan) else link_loads(Paths(part.machine, part.knowledge), hops),
     )
-
-
-def has_stand_ins(plan: Plan) -> bool:
-    """Return whether cores stand in for the machine's GPUs, without links."""
-    return plan.dry_run and not plan.simulated
 
 
 @functools.cache

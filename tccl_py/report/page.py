@@ -26,6 +26,7 @@ from tccl_py.plan.text import (
     CHOICE_WORDS,
     assumptions,
     choice_words,
+    has_stand_ins,
     limit_text,
     plan_name,
     proof,
@@ -33,7 +34,7 @@ from tccl_py.plan.text import (
     summary,
 )
 from tccl_py.report.contents import Contents, heat_maps, viridis
-from tccl_py.report.drawing import NodeView, has_stand_ins, loaded_view, templates
+from tccl_py.report.drawing import NodeView, loaded_view, templates
 from tccl_py.report.hops import drawn_kinds
 from tccl_py.report.machine import link_words
 from tccl_py.report.sizes import arm_charts, entry_lines, size_charts
