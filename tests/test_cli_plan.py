@@ -19,6 +19,7 @@ from tccl_py.errors import InputError
 from tccl_py.nccl.graph_file import parse_graph_file
 from tccl_py.nccl.plugin.index import INDEX_FILE
 from tccl_py.nccl.settings import environment
+from tccl_py.plan.chains import SubsetRings
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.text import limit_text
@@ -439,6 +440,24 @@ def test_env_names_the_graph_file_of_exactly_these_gpus(directory):
         text = (directory / "nccl" / name).read_text()
         for graph in parse_graph_file(text, where=name, version="2.30").values():
             assert all(sorted(one.gpus) == found["gpus"] for one in graph.channels)
+
+
+@pytest.mark.parametrize("gains", [True, False])
+def test_env_gives_variables_to_sets_of_gpus_that_gain_by_them(gains, tmp_path):
+    plan = plan_of("amd-v100")
+    assert plan.recommended == "variables"
+    pair = SubsetRings(gpus=(0, 1), rings=(), rate_gbps=9.0, gains=gains)
+    write_plan(msgspec.structs.replace(plan, subsets=(pair,)), tmp_path)
+    result = done("env", tmp_path, "--gpus", "1,0", "--json")
+    found = json.loads(result.stdout)
+    assert found["choice"] == ("variables" if gains else "default")
+    assert ("NCCL_P2P_LEVEL" in found["environment"]) == gains
+    assert ("default NCCL: the plan's variables gain nothing" in result.stderr) != gains
+    # What is asked for by name is given.
+    asked = json.loads(
+        done("env", tmp_path, "--gpus", "0,1", "--choice", "variables", "--json").stdout
+    )
+    assert "NCCL_P2P_LEVEL" in asked["environment"]
 
 
 def test_env_without_gpus_is_for_all_of_the_plan(directory):

@@ -111,7 +111,7 @@ def deliver(plan: Plan, directory: Path, request: JobRequest, *, say: Say) -> De
         say(f"the plan is disabled, NCCL chooses its own rings: {disabled}")
         return Delivery(job=place.job, disabled=disabled, refused=True)
     # 2. Choose: a graph file needs its own GPUs, and placed buffers the plugin or a rank's memory.
-    choice, refused = request.choice or _offered(plan, request.gpus), bool(place.no_file)
+    choice, refused = request.choice or _offered(plan, request.gpus, say), bool(place.no_file)
     plugin, file, numa_id = request.plugin, "", None
     if place.no_file:
         # A job whose ranks have unlike NCCL_BUFFSIZE or numbers of channels fails or hangs.
@@ -258,11 +258,20 @@ def planned_or_installed(plan: Plan) -> str:
     return plan.settings.version if installed is None else installed.version
 
 
-def _offered(plan: Plan, gpus: Iterable[int] | None) -> ChoiceName:
-    """Return the recommended choice for a job over these GPUs: no graph file without a gain."""
-    rings = None if gpus is None else plan.subset(gpus)
-    if plan.recommended == "graph" and rings is not None and not rings.gains:
+def _offered(plan: Plan, gpus: Iterable[int] | None, say: Say) -> ChoiceName:
+    """Return the recommended choice for a job over these GPUs, or a smaller one if it is as good.
+
+    Without a gain by its graph file it is the variables, without one by these default NCCL.
+    """
+    part = None if gpus is None else plan.parts.get(tuple(sorted(gpus)))
+    if part is None or part.gains:
+        return plan.recommended
+    if plan.recommended == "graph" and part.rings:
         return "variables"
+    if plan.recommended == "variables" and not part.rings:
+        listed = ",".join(map(str, part.gpus))
+        say(f"default NCCL: the plan's variables gain nothing over GPUs {listed}")
+        return "default"
     return plan.recommended
 
 
