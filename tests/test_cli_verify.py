@@ -571,6 +571,23 @@ def test_the_communication_of_a_job_decides_for_that_job_alone(place, jobs, tmp_
     assert same_keys("verify", answer)
 
 
+def test_a_record_of_workloads_that_cannot_be_read_is_refused_before_any_job(place, jobs):
+    fake = jobs(lambda _: 1.0)
+    (place / "workloads.json").write_text("[")
+    found = tccl("verify", place, "--backend", "host", "--workload", "data-parallel")
+    assert (found.exit_code, found.stdout, fake.jobs) == (2, "", [])
+    assert found.stderr.startswith(f"tccl: {place / 'workloads.json'}: does not fit")
+
+
+def test_a_plan_in_the_place_of_another_leaves_no_record_of_the_others_workloads(place, jobs):
+    jobs(lambda _: 1.0)
+    words = ("--backend", "host", "--sizes", "4K", "--workload", "data-parallel")
+    assert tccl("verify", place, *words).exit_code == 0
+    assert (place / "workloads.json").exists()
+    write_plan(load_plan(place), place)
+    assert not (place / "workloads.json").exists()
+
+
 def test_a_workload_of_another_number_of_ranks_or_no_file_is_refused(place, jobs, tmp_path):
     fake = jobs(lambda _: 1.0)
     row = WorkloadRow(collective="all_reduce", dtype="int8", bytes=1, groups=((0, 1),), calls=1)

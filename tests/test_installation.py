@@ -498,6 +498,7 @@ NOT = "was not accepted when it was verified"
         ({"name": "graph"}, "was verified for the choice graph"),
         ({"backend": "host"}, "was verified without GPUs"),
         ({"digest": "0"}, "was planned again after it"),
+        ({"format_version": 2}, "has a verification that is of no use: "),
     ],
 )
 def test_a_plan_that_was_not_verified_is_installed_only_by_force(measured, verification, said):

@@ -138,6 +138,8 @@ def run(
     # Between hosts the first comparison serves the sweep alone: the fewest rounds do.
     first = replace(budget, seconds=0.0) if tune and not by_size else budget
     say, state = launcher.say, f"nothing in {plan.directory} was changed"
+    # One that cannot be read is refused before jobs run.
+    known = Communications.load(plan.directory)
     with interrupts_put_off(CTRL_C_AND_SIGTERM):
         try:
             result = verify_target(plan, launcher, first, interrupted=interrupted)
@@ -161,7 +163,9 @@ def run(
                 if tuned is not plan:
                     tuned.write()
                     say(f"tuned: {choice_words(result.chosen, result.judged.settings)}")
-                saved = result.keep(plan.directory, say) if alone else _kept(plan, result, say)
+                saved = (
+                    result.keep(plan.directory, say) if alone else _kept(plan, result, known, say)
+                )
                 if saved.workload is not None:
                     keep_communication(saved.workload, plan.directory)
             if by_size:
@@ -176,17 +180,19 @@ def run(
     return saved
 
 
-def _kept(plan: Target, result: Verification, say: Say) -> Verification:
+def _kept(
+    plan: Target, result: Verification, known: Communications | None, say: Say
+) -> Verification:
     """Keep a verification, and return the answer.
 
-    Where jobs on GPUs say that the plan's choice may not be used, the plan gets the winner.
+    Where jobs on GPUs say that the plan's choice may not be used, the plan gets the winner, and
+    what is `known` of workloads stays.
     """
     winner = replace(result, recommended=result.winner, chosen=result.winner)
     settled = plan.settled(winner)
     same = settled.plan.recommended == plan.plan.recommended
     if result.accepted or result.dry_run or same:
         return result.keep(plan.directory, say)
-    known = Communications.load(plan.directory)
     settled.write()
     say(f"the plan recommends {choice_words(winner.chosen, winner.judged.settings)} now")
     if known is not None:

@@ -9,7 +9,7 @@ from statistics import geometric_mean
 import msgspec
 
 from tccl_py.delivery.delivered import RingsFound
-from tccl_py.errors import size_text
+from tccl_py.errors import InputError, size_text
 from tccl_py.experiments.collectives import COLLECTIVE_WORDS, Collective
 from tccl_py.experiments.communication import Communication
 from tccl_py.experiments.rounds import EQUAL, Compared, Timed, compare
@@ -264,7 +264,10 @@ def why_not_verified(directory: Path) -> str:
     """Return why a plan does not count as verified, as a predicate; "" if it does."""
     if not (directory / Verification.FILE).exists():
         return "was not verified"
-    result = Verification.load(directory)
+    try:
+        result = Verification.load(directory)
+    except InputError as error:
+        return f"has a verification that is of no use: {error.where} {error.what}"
     if result is None:
         return "was planned again after it was verified"
     if result.backend != "cuda":
@@ -272,9 +275,8 @@ def why_not_verified(directory: Path) -> str:
     arm = result.arm(result.recommended)
     if arm is None:
         return f"was verified for the choice {result.chosen} alone"
-    against = result.against(arm.name)
-    if arm.failure or against:
-        failed = "failed when it was verified"
-        return failed if arm.failure else f"was not accepted when it was verified: {against}"
     known = arm.name == "default" or any(row.harm for row in arm.transfers)
-    return "" if known else "was verified without send/recv and all-to-all"
+    why = "" if known else "was verified without send/recv and all-to-all"
+    if against := result.against(arm.name):
+        why = f"was not accepted when it was verified: {against}"
+    return "failed when it was verified" if arm.failure else why

@@ -119,8 +119,8 @@ def check_if_listed(directory: Path, name: str) -> None:
 
 
 FINDINGS = (
-    *("verify.json", "evaluate.json", "tuning.json", "sizes.json", "explanation.json"),
-    "report.html",
+    *("verify.json", "workloads.json", "evaluate.json", "tuning.json", "sizes.json"),
+    *("explanation.json", "report.html"),
 )
 """What other commands leave there of a plan; it says nothing of another one."""
 TABLES = "tables"
