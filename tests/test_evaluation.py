@@ -208,6 +208,17 @@ def test_sets_that_the_time_does_not_suffice_for_are_named(place, jobs):
     assert "3 sets of GPUs in about" in done.stderr
 
 
+def test_sets_of_gpus_that_get_default_nccl_by_every_choice_are_named_and_run_no_jobs(place, jobs):
+    plan = load_plan(place)
+    write_plan(msgspec.structs.replace(plan, variables=plan.stock, subsets=()), place)
+    fake = jobs(by_plan(lambda _: 1.1))
+    found, done = evaluated(place, "--backend", "host", "--sizes", "4K", "--gpus-per-job", "1-2,2")
+    assert {len(c["gpus"]) for c in found["cells"]} == {4}
+    assert {spec.world for spec, _ in fake.jobs} == {4}
+    assert "GPUs 1,2 get default NCCL by every choice" in done.stderr
+    assert "1 set of GPUs in about" in done.stderr
+
+
 def test_an_evaluation_without_a_rate_of_default_nccl_says_that_there_is_no_ratio():
     result = Evaluation(machine="m", backend="cuda", simulated=True, recommended="variables")
     assert evaluation_facts(result)[1] == "none: default NCCL has no rate here"

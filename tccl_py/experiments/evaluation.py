@@ -124,7 +124,7 @@ Part = tuple[Launcher, Sequence[Arm]]
 """Jobs over a set of GPUs, and the arms to run there."""
 
 
-def _name(launcher: Launcher) -> str:
+def part_name(launcher: Launcher) -> str:
     """Return the GPUs and hosts of jobs in words."""
     gpus = f"GPUs {','.join(map(str, launcher.hosts[0].gpus))}"
     return f"{gpus} of {len(launcher.hosts)} hosts" if launcher.hosts[0].name else gpus
@@ -151,7 +151,7 @@ def run_parts(parts: Sequence[Part], budget: RunBudget, base: Evaluation) -> Eva
     cells, failures, left_out = list[Cell](), list[str](), list[str]()
     wrong: dict[ChoiceName, tuple[WrongValue, ...]] = {}
     for number, (launcher, arms) in enumerate(parts):
-        name, started = _name(launcher), time.monotonic()
+        name, started = part_name(launcher), time.monotonic()
         remaining = begun + budget.seconds - started
         if remaining <= 0 and number:
             left_out.append(name)

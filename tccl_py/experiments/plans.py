@@ -23,7 +23,7 @@ from tccl_py.errors import (
     undisturbed,
 )
 from tccl_py.experiments.communication import Communications, keep_communication
-from tccl_py.experiments.evaluation import Evaluation, Part, estimated_seconds, run_parts
+from tccl_py.experiments.evaluation import Evaluation, Part, estimated_seconds, part_name, run_parts
 from tccl_py.experiments.jobs import THIS_HOST, HostRanks, Launcher, LocalRunner, Say
 from tccl_py.experiments.record import Verification
 from tccl_py.experiments.rounds import RunBudget
@@ -261,9 +261,14 @@ def evaluate_plan(
             target = read_target(plan, directory)
             sets = target.gpu_sets(gpus)
             parts += [(ready.over(members), target.over(members)) for members in sets]
-        if all(len(arms) == 1 for _, arms in parts):
+        compared = [(ready, arms) for ready, arms in parts if len(arms) > 1]
+        if not compared:
             what = "sets nothing that default NCCL has not"
             raise InputError(str(directory), what, "evaluate a plan with variables or a graph file")
+        for ready, arms in parts:
+            if len(arms) == 1:
+                launcher.say(f"not timed: {part_name(ready)} get default NCCL by every choice")
+        parts = compared
         minutes = max(1, round(estimated_seconds(parts, budget) / 60))
         limit = f"; after {budget.seconds:.0f} s no further set is begun" * (len(parts) > 1)
         launcher.say(f"{counted(len(parts), 'set')} of GPUs in about {minutes} min{limit}")
