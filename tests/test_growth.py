@@ -96,6 +96,17 @@ def test_hosts_of_another_machine_are_measured_and_merged_as_in_a_fresh_plan(two
     assert load_plan(tmp_path / "job").rate_gbps == pytest.approx(plan.rate_gbps, rel=0.01)
 
 
+def test_new_hosts_have_as_many_ranks_as_those_of_their_class(hosts, tmp_path):
+    place, listed = tmp_path / "half", tmp_path / "listed"
+    listed.write_text("a1 slots=2\na2 slots=2\n")
+    done("plan", "-o", place, "--simulate", "amd-v100", "--hosts", listed, *FEW)
+    done("plan", place, "--extend", "--simulate", "amd-v100", "--hosts", hosts("a3"), *FEW)
+    done("plan", place, "--extend", "--hosts", "a4")
+    plan = load_plan(place)
+    assert [host.slots for host in plan.cluster.hosts] == [2, 2, 2, 2]
+    assert plan.class_gpus == ((0, 1),)
+
+
 def test_simulated_hosts_that_a_plan_has_are_named_too(tmp_path):
     place = tmp_path / "plan"
     for more in (("--nodes", "9"), ("--nodes", "10", "--extend")):

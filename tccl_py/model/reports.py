@@ -27,7 +27,7 @@ _Linked = TypeVar("_Linked", PciBridge, Gpu, Nic)
 
 
 class HostReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The description of a host; `slots` None is a rank for each GPU."""
+    """The description of a host; `slots` None is as known hosts of its class, or all its GPUs."""
 
     host: str
     machine: Machine
@@ -61,6 +61,7 @@ def cluster_of(
     forms = [_form(node_class.machine, node_class.knowledge) for node_class in classes]
     numbers = {form: at for at, form in reversed(list(enumerate(forms)))}
     by_name = {host.name: host for host in hosts}
+    slots_of = {host.node_class: host.slots for host in hosts}
     for report in reports:
         reported = msgspec.msgpack.encode((report.machine, report.knowledge))
         if reported not in numbers:
@@ -74,7 +75,8 @@ def cluster_of(
             numbers[reported] = numbers[form]
         number, old = numbers[reported], by_name.get(report.host)
         if old is None:
-            slots = len(report.machine.gpus) if report.slots is None else report.slots
+            usual = slots_of.get(number, len(report.machine.gpus))
+            slots = usual if report.slots is None else report.slots
             hosts.append(Host(name=report.host, node_class=number, slots=slots))
         elif forms[old.node_class] != forms[number]:
             right = "plan all hosts again, into a new directory"

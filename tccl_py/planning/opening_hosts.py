@@ -170,13 +170,12 @@ def named_cluster(known: KnownPlan, hosts: Sequence[HostSlots], switches: Path |
 
     Raises InputError: the plan has several classes, or as `cluster_of`.
     """
-    (kind, *further), gpus = known.plan.cluster.classes, known.plan.class_gpus[0]
+    kind, *further = known.plan.cluster.classes
     if further:
         fault = f"are of one of {1 + len(further)} classes"
         raise InputError("`hosts`", fault, "start ranks on them: then their class is found out")
-    slots = {host.name: len(gpus) if host.slots is None else host.slots for host in hosts}
     equal = picked(kind, "machine", "knowledge")
-    reports = [HostReport(host=name, slots=count, **equal) for name, count in slots.items()]
+    reports = [HostReport(host=host.name, slots=host.slots, **equal) for host in hosts]
     return _cluster(reports, switches, known, where="`hosts`")
 
 
