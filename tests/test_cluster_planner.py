@@ -23,7 +23,7 @@ from tccl_py.nccl.network import chain_hop_space, nic_pair
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.transport import final_channels
 from tccl_py.nccl.view import view
-from tccl_py.plan.load import off_rails
+from tccl_py.plan.load import load_plan, off_rails
 from tccl_py.plan.tables import KeptTable, OwnChains
 from tccl_py.planning.chain_search import ClassStudy, HostTask, used_nics
 from tccl_py.planning.grow import whole_ring
@@ -31,8 +31,9 @@ from tccl_py.planning.host_rings import RingSearch, rail_tuples
 from tccl_py.planning.join import best_rings
 from tccl_py.planning.planner import make_cluster_plan, make_plan
 from tccl_py.planning.probes import PlacedSource, estimate_uplinks, gpus_beside_nics, placements
+from tccl_py.readers.nvidia_smi import parse_nvidia_smi
 from tccl_py.search.problem import Budget
-from tccl_py.simulator.descriptions import load_bundled, model_for
+from tccl_py.simulator.descriptions import load_bundled, load_machine, model_for
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.bench import Bench, bench_of
 from tests.networked import MadeUp, all_chains, networked_machine
@@ -346,7 +347,7 @@ def test_slow_nics_and_those_of_another_kind_are_left_out():
     machine = networked_machine(gpus=2, nics=2)
     first, second = machine.nics
     slow = msgspec.structs.replace(second, speed_mbps=first.speed_mbps // 10)
-    other = msgspec.structs.replace(second, guid="", speed_mbps=first.speed_mbps * 2)
+    other = msgspec.structs.replace(second, guid="", port=0, speed_mbps=first.speed_mbps * 2)
     for odd in (slow, other):
         assert used_nics(msgspec.structs.replace(machine, nics=(first, odd))) == (0,)
 
@@ -364,6 +365,25 @@ def test_a_nic_with_a_guid_of_zeros_is_one_for_sockets():
     rdma = msgspec.structs.replace(nic, index=1, speed_mbps=nic.speed_mbps // 10)
     both = msgspec.structs.replace(machine, nics=(socket, rdma))
     assert used_nics(both) == (1,)
+
+
+@pytest.mark.parametrize(("legend", "hcas"), [("  NIC0: mlx5_2\n", ("mlx5_2:1",)), ("", ())])
+def test_nics_in_nvidia_smi_are_rdma_devices_and_a_label_is_no_name(legend, hcas):
+    matrix = "\tGPU0\tGPU1\tNIC0\nGPU0\t X \tPHB\tPHB\nGPU1\tPHB\t X \tPHB\nNIC0\tPHB\tPHB\t X \n"
+    machine, _ = parse_nvidia_smi(f"{matrix}\nNIC Legend:\n\n{legend}", where="box.txt")
+    cluster = cluster_with([machine, machine])
+    plan = make_cluster_plan(cluster, [Simulator(model_for(machine))], budget=SMALL)
+    assert (plan.settings.ib_hca, plan.settings.socket_ifname) == (hcas, ())
+    assert any("no names of NICs" in notice for notice in plan.notices) == (not hcas)
+
+
+def test_a_plan_of_nics_that_a_topology_does_not_name_can_be_written(tmp_path):
+    machine = load_machine("tests/cases/topologies/ndv4-topo.xml").machine
+    machine = msgspec.structs.replace(machine, gpus=machine.gpus[:2])
+    cluster = cluster_with([machine, machine])
+    plan = make_cluster_plan(cluster, [Simulator(model_for(machine))], budget=SMALL)
+    plan.write(tmp_path / "plan", Simulator(model_for(machine)))
+    assert load_plan(tmp_path / "plan").settings == plan.settings
 
 
 def test_a_cluster_of_one_host_is_planned_as_the_machine_is():

@@ -6,6 +6,7 @@ Ids name devices everywhere: `G2` a GPU, `C1` a NUMA node (its CPU and host memo
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from functools import cached_property
 from itertools import combinations, permutations
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 1
 MAX_GPUS = 64  # NCCL's own limit a node; more is a malformed file
 _MOST_LANES = 32
+_NIC_LABEL = re.compile("NIC[0-9]+", re.ASCII)
 
 
 class PciLink(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -110,8 +112,13 @@ class Nic(_Numbered, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def rdma(self) -> bool:
-        """True for ports of RDMA cards; NCCL writes a guid of 0x0 for interfaces."""
-        return self.guid.strip("0x") != ""
+        """True for RDMA ports, which count from 1; NCCL writes a guid of 0x0 for interfaces."""
+        return self.port > 0 or self.guid.strip("0x") != ""
+
+    @property
+    def has_name(self) -> bool:
+        """Whether variables can name it: some files have only a NIC's place, or a label."""
+        return self.name != self.bus_id and not _NIC_LABEL.fullmatch(self.name)
 
 
 class NvSwitch(_Numbered, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -67,8 +67,8 @@ class HostTask(Task, frozen=True, kw_only=True):
     def default_settings(self) -> Settings:
         """The settings of default NCCL; of hosts with cables it has no NIC without one."""
         plain, nics = super().default_settings, self.machine.nics
-        names = tuple(nic.name for nic in nics if nic.index in self.nics)
-        if not self.cabled or len(names) == len(nics):
+        names = tuple(nic.name for nic in nics if nic.index in self.nics and nic.has_name)
+        if not self.cabled or len(names) in (0, len(nics)):
             return plain
         rdma = all(nic.rdma for nic in nics)
         return msgspec.structs.replace(plain, **{"ib_hca" if rdma else "socket_ifname": names})

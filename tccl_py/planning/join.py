@@ -160,7 +160,8 @@ def _with_nics(
     """Return the settings with the NICs for NCCL, and leave for rings to change NICs."""
     nics = [n for node in nodes for n in node.node_class.machine.nics if n.index in node.nics]
     rdma = all(nic.rdma for nic in nics)
-    names = dict.fromkeys(f"{nic.name}:{nic.port or 1}" if rdma else nic.name for nic in nics)
+    texts = (f"{nic.name}:{nic.port or 1}" if rdma else nic.name for nic in nics)
+    names = dict.fromkeys(texts if all(nic.has_name for nic in nics) else ())
     chains, settings = chain.from_iterable(joined.chains), joined.settings
     return msgspec.structs.replace(
         settings,
@@ -243,6 +244,11 @@ def _notices(cluster: Cluster, best: ClusterRings, nodes: Sequence[ClassRates]) 
         names = ", ".join(nic.id for nic in machine.nics if nic.index not in node.nics)
         if names and not cluster.cables:
             yield f"{node.node_class.name}: {names} left out, as too slow or of another kind"
+        if not all(nic.has_name for nic in machine.nics if nic.index in node.nics):
+            yield (
+                f"{node.node_class.name}: its description has no names of NICs, so no variable "
+                "tells NCCL which NICs to take"
+            )
     most = best.order_bound_gbps
     if most is not None:
         yield f"another order of the hosts may reach up to {most:.2f} GB/s: not all were ruled out"

@@ -137,7 +137,8 @@ def parse_nvidia_smi(text: str, *, where: str) -> tuple[Machine, Knowledge]:
         bridges=tuple(bridges),
         gpus=tuple(gpus),
         nics=tuple(
-            Nic(index=index, name=nic_names.get(label, label), parent=parent)
+            # Only RDMA devices are listed.
+            Nic(index=index, name=nic_names.get(label, label), parent=parent, port=1)
             for index, (label, parent) in enumerate(labels)
         ),
         nvswitches=switches,
