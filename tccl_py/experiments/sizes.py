@@ -7,7 +7,6 @@ sweep of choices runs in one job, and fresh jobs confirm or reject.
 from __future__ import annotations
 
 import math
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, pairwise
@@ -48,7 +47,7 @@ from tccl_py.experiments.spec import (
     rows_of,
 )
 from tccl_py.experiments.target import Target
-from tccl_py.files import encode_line
+from tccl_py.files import encode_line, temporary_folder
 from tccl_py.model.symmetry import automorphisms, images_of_gpus
 from tccl_py.nccl.plugin import found_library
 from tccl_py.nccl.plugin.build import BuildError, build_plugin
@@ -123,9 +122,9 @@ def tune_by_size(
     work = list(_work(target, sizes, workload))
     equal = _equal_sets(target, (gpus for gpus, _ in work))
     tunings: list[SizeTuning] = []
-    with tempfile.TemporaryDirectory(prefix="tccl-plugin-") as folder:
+    with temporary_folder("tccl-plugin-") as folder:
         try:
-            library = plugin_library(Path(folder)) if launcher.backend == "cuda" else None
+            library = plugin_library(folder) if launcher.backend == "cuda" else None
         except BuildError as error:
             launcher.say(f"not tuned by message size, which needs the NCCL plugin: {error}")
             return ()
