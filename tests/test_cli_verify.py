@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 
@@ -380,6 +381,8 @@ def test_tuning_recommends_default_nccl_where_nothing_beats_it(place, jobs):
     after = load_plan(place)
     assert after.recommended == "default"
     assert after.gain("graph") == pytest.approx(0.95, abs=0.01)
+    # A graph file without variables is told by its channels.
+    assert re.search("tuned, not used: graph file, .*[0-9] channels?: 0.9", found.stderr)
 
 
 def test_settings_under_which_the_job_fails_are_told(place, jobs):

@@ -26,10 +26,11 @@ from tccl_py.experiments.rounds import SMALLEST_EFFECT, RunBudget, Timed, timed_
 from tccl_py.experiments.spec import JobSpec, Row, large_gbps, rows_of
 from tccl_py.experiments.target import Target
 from tccl_py.experiments.verify import verify_target
-from tccl_py.nccl.settings import Settings, check_settings, environment_text
+from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.nccl.transport import LAST_STAGE, PATH_STAGE, SIZE_STAGE, searched_in, values_of
 from tccl_py.nccl.versions import version_facts
 from tccl_py.plan.chains import CHOICES, ChoiceName
+from tccl_py.plan.text import choice_words
 
 SWEEP_SECONDS = 105.0
 COMPARISON_SECONDS = 150.0
@@ -107,8 +108,7 @@ def _rejections(result: Verification) -> Iterator[str]:
     for arm in result.arms[1:]:
         why = "; ".join(arm.objections) or "no clear gain"
         lead = f"{arm.large.ratio:.2f}x default NCCL at large sizes"
-        variables = environment_text(arm.settings)
-        yield f"tuned {arm.name} not used ({variables}): {lead}, but {why}"
+        yield f"tuned, not used: {choice_words(arm.name, arm.settings)}: {lead}, but {why}"
 
 
 def _faster_when_large(result: Verification) -> bool:
