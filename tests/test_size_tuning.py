@@ -497,6 +497,18 @@ def test_for_a_job_just_the_sizes_that_it_has_are_tuned_in_its_groups(tmp_path):
     assert {len(table.gpus) for table in tables} == {2, 4}
 
 
+def test_rows_of_equal_groups_are_tuned_together_whichever_group_has_them(tmp_path):
+    parts = {"all_gather": (0, 1), "all_reduce": (2, 3)}
+    rows = tuple(
+        WorkloadRow(collective=name, dtype="bfloat16", bytes=64 * KIB, groups=(group,), calls=1)
+        for name, group in parts.items()
+    )
+    job = Workload(name="job", source="made by a test", ranks=4, rows=rows)
+    (found,) = tuned_plan(tmp_path, FakeJobs(Truth(gaining, seed=7)), [], workload=job)
+    assert found.gpus == (0, 1)
+    assert {row.collective for row in found.rows} == set(parts)
+
+
 def test_a_smaller_set_is_measured_once_for_all_sets_that_equal_it(tmp_path):
     truth = Truth(lambda one, choice: 1.3 if choice == wanted("ring", "ll", 2) else 0.8, seed=8)
     tuned_plan(tmp_path, FakeJobs(truth), [])

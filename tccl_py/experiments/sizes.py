@@ -131,10 +131,13 @@ def tune_by_size(
         for gpus, rows in work:
             if gpus not in equal:
                 continue
+            # Rows of sets that equal it are its own.
+            others = (of for sets, of in work if sets != gpus and sets in equal[gpus])
+            together = tuple(dict.fromkeys(chain(rows, *others)))
             over = launcher.over(gpus), arms_of(target, library, gpus)
             longest = seconds if gpus == target.gpus else min(seconds, _SUBSET_SECONDS)
             try:
-                tunings.append(tune_sizes(*over, rows, longest)[0])
+                tunings.append(tune_sizes(*over, together, longest)[0])
             except MeasurementError as error:
                 launcher.say(f"not tuned by message size: {error}")
         if tunings and _keep(target, launcher, tunings, equal) and library is not None:
