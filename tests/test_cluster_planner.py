@@ -367,6 +367,14 @@ def test_a_nic_with_a_guid_of_zeros_is_one_for_sockets():
     assert used_nics(both) == (1,)
 
 
+@pytest.mark.parametrize(("sets", "cut_short"), [(3, True), (2000, False)])
+def test_a_plan_of_hosts_says_that_the_limit_of_sets_ended_searches(sets, cut_short):
+    model = load_bundled("amd-v100")
+    cluster = cluster_with([model.machine, model.machine], slots=2)
+    plan = make_cluster_plan(cluster, [Simulator(model)], budget=Budget(sets=sets))
+    assert plan.cut_short == cut_short
+
+
 @pytest.mark.parametrize(("legend", "hcas"), [("  NIC0: mlx5_2\n", ("mlx5_2:1",)), ("", ())])
 def test_nics_in_nvidia_smi_are_rdma_devices_and_a_label_is_no_name(legend, hcas):
     matrix = "\tGPU0\tGPU1\tNIC0\nGPU0\t X \tPHB\tPHB\nGPU1\tPHB\t X \tPHB\nNIC0\tPHB\tPHB\t X \n"

@@ -212,6 +212,11 @@ class ClassStudy(ClassRates):
             self._left -= result.sets_measured + result.sets_remembered
 
     @property
+    def cut_short(self) -> bool:
+        """Whether the limit of sets is spent."""
+        return self._left is not None and self._left <= 0
+
+    @property
     def _few_sets(self) -> int:
         """The limit of sets for a further search: without any, there might be no plan."""
         return PAIRED_SETS if self._left is None else max(1, min(PAIRED_SETS, self._left))

@@ -91,6 +91,12 @@ class SeveralHosts:
         """The number of sets that symmetries have spared."""
         return sum(node.sets_by_symmetry for node in self.nodes)
 
+    @property
+    def cut_short(self) -> bool:
+        """Whether the limit of sets ended searches over all GPUs of a class."""
+        studies = (n for n in self.nodes[: len(self.gpus)] if isinstance(n, ClassStudy))
+        return any(study.cut_short for study in studies)
+
     def plan(self) -> Plan:
         """Return the best rings over all hosts; KeyboardInterrupt ends it with the best so far."""
         self._study()

@@ -85,7 +85,7 @@ def plan_hosts(
                 plan = more_known
         except KeyboardInterrupt:
             plan = msgspec.structs.replace(plan, cancelled=True)
-        short = (CUT_SHORT,) * any(source.cut_short for source in hosts.sources)
+        short = (CUT_SHORT,) * (hosts.cut_short or any(s.cut_short for s in hosts.sources))
     return msgspec.structs.replace(
         plan,
         notices=(*plan.notices, *short),
@@ -97,6 +97,8 @@ def plan_hosts(
 
 class OneHost:
     """A single host: its chains close, and what is searched is joined already; see `Task`."""
+
+    cut_short = False
 
     def __init__(
         self,
