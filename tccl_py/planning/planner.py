@@ -85,7 +85,9 @@ def plan_hosts(
                 plan = more_known
         except KeyboardInterrupt:
             plan = msgspec.structs.replace(plan, cancelled=True)
-        short = (CUT_SHORT,) * (hosts.cut_short or any(s.cut_short for s in hosts.sources))
+        # Beyond a bound that is reached, further sets of a search would find nothing.
+        searches = hosts.cut_short and not plan.at_bound
+        short = (CUT_SHORT,) * (searches or any(source.cut_short for source in hosts.sources))
     return msgspec.structs.replace(
         plan,
         notices=(*plan.notices, *short),
