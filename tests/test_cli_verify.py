@@ -531,6 +531,21 @@ def test_jobs_narrow_and_widen_what_the_plan_recommends(place, jobs):
     assert (place / "plan.json").stat().st_mtime_ns == before
 
 
+def test_a_dry_run_takes_the_place_of_no_verification_on_gpus(place, jobs, monkeypatch):
+    options = ("verify", place, "--sizes", "4K,64M", "--workload", "data-parallel")
+    jobs(lambda _: 1.0, variables=lambda _: 1.3, noise=0.001)
+    with monkeypatch.context() as on_gpus:
+        on_gpus.setattr(
+            module, "machine_launcher", lambda *of: changed(without_gpus(*of), backend="cuda")
+        )
+        assert tccl(*options).exit_code == 0
+    before = [(place / name).read_bytes() for name in ("verify.json", "workloads.json")]
+    found = tccl(*options, "--backend", "host")
+    assert found.exit_code == 0 and "DRY RUN" in found.stdout
+    assert "verify.json is of jobs on GPUs" in found.stderr
+    assert before == [(place / name).read_bytes() for name in ("verify.json", "workloads.json")]
+
+
 @pytest.mark.usefixtures("on_gpus")
 def test_the_communication_of_a_job_decides_for_that_job_alone(place, jobs, tmp_path):
     rows = [("all_reduce", ((0, 1, 2, 3),), 8.0), ("send_recv", ((0, 1), (2, 3)), 1.0)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -163,11 +163,7 @@ def run(
                 if tuned is not plan:
                     tuned.write()
                     say(f"tuned: {choice_words(result.chosen, result.judged.settings)}")
-                saved = (
-                    result.keep(plan.directory, say) if alone else _kept(plan, result, known, say)
-                )
-                if saved.workload is not None:
-                    keep_communication(saved.workload, plan.directory)
+                saved = _saved(plan, result, known, say, alone=alone)
             if by_size:
                 state = "the verification is kept, without a table by message size"
                 target = read_target(load_plan(plan.directory), plan.directory)
@@ -178,6 +174,29 @@ def run(
             say(f"interrupted: {state}")
             raise
     return saved
+
+
+def _saved(
+    plan: Target, result: Verification, known: Communications | None, say: Say, *, alone: bool
+) -> Verification:
+    """Keep a verification, and what it says of a workload; return the answer.
+
+    It leaves the plan as it is if it stands `alone`. A dry run takes no place of jobs on GPUs.
+    """
+    if result.dry_run and _verified_on_gpus(plan.directory):
+        say(f"nothing was kept: {plan.directory / Verification.FILE} is of jobs on GPUs")
+        return result
+    saved = result.keep(plan.directory, say) if alone else _kept(plan, result, known, say)
+    if saved.workload is not None:
+        keep_communication(saved.workload, plan.directory)
+    return saved
+
+
+def _verified_on_gpus(directory: Path) -> bool:
+    with suppress(InputError):
+        earlier = Verification.load(directory)
+        return earlier is not None and not earlier.dry_run
+    return False
 
 
 def _kept(
