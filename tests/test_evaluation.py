@@ -251,6 +251,19 @@ def test_a_dry_run_has_no_long_messages_unless_they_are_asked_for(place, jobs):
     assert sizes("--sizes", "16M") == {16 << 20}
 
 
+def test_a_dry_run_takes_the_place_of_no_evaluation_on_gpus(place, jobs):
+    jobs(by_plan(lambda _: 1.1))
+    words = ("--backend", "host", "--collectives", "all_reduce", "--sizes")
+    evaluated(place, *words, "4K")
+    dry = Evaluation.load(place)
+    evaluated(place, *words, "64K")
+    assert {cell.bytes for cell in Evaluation.load(place).cells} == {64 << 10}
+    kept = msgspec.structs.replace(dry, backend="cuda").keep(place)
+    _, done = evaluated(place, *words, "64K")
+    assert f"nothing was kept: {place}/evaluate.json is of jobs on GPUs" in done.stderr
+    assert Evaluation.load(place) == kept
+
+
 def test_a_simulated_cluster_has_the_rates_of_jobs_plans_over_all_hosts_and_fewer(tmp_path):
     place = tmp_path / "plan"
     options = ("--simulate", "amd-3090", "--nodes", 4, "--max-sets", 30)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -183,20 +183,12 @@ def _saved(
 
     It leaves the plan as it is if it stands `alone`. A dry run takes no place of jobs on GPUs.
     """
-    if result.dry_run and _verified_on_gpus(plan.directory):
-        say(f"nothing was kept: {plan.directory / Verification.FILE} is of jobs on GPUs")
-        return result
+    if result.gives_way(plan.directory):
+        return result.keep(plan.directory, say)
     saved = result.keep(plan.directory, say) if alone else _kept(plan, result, known, say)
     if saved.workload is not None:
         keep_communication(saved.workload, plan.directory)
     return saved
-
-
-def _verified_on_gpus(directory: Path) -> bool:
-    with suppress(InputError):
-        earlier = Verification.load(directory)
-        return earlier is not None and not earlier.dry_run
-    return False
 
 
 def _kept(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar, Literal, TypeVar
 
@@ -104,13 +105,29 @@ class Kept(_Head, frozen=True, forbid_unknown_fields=True):
     FILE: ClassVar[str]
     format_version: int = 1
 
-    def keep(self: K, directory: Path, say: Callable[[str], None] | None = None) -> K:
-        """Write the file into a plan's directory, whole or not at all; return the written value.
+    @property
+    def dry_run(self) -> bool:
+        """Whether it is of host memory in the place of GPUs."""
+        return False
 
-        `say` is told whether it was written. Raises InputError: it cannot be written, and without
-        `say` nobody would know.
+    def gives_way(self, directory: Path) -> bool:
+        """Return whether it is of a dry run, and a plan's directory has the same of GPUs."""
+        with suppress(InputError):
+            earlier = self.load(directory) if self.dry_run else None
+            return earlier is not None and not earlier.dry_run
+        return False
+
+    def keep(self: K, directory: Path, say: Callable[[str], None] | None = None) -> K:
+        """Write the file into a plan's directory, whole or not at all; return the value.
+
+        A dry run takes the place of nothing of GPUs. `say` is told whether it was written. Raises
+        InputError: it cannot be written, and without `say` nobody would know.
         """
         path = directory / self.FILE
+        if self.gives_way(directory):
+            if say is not None:
+                say(f"nothing was kept: {path} is of jobs on GPUs")
+            return self
         finding = msgspec.structs.replace(self, plan_digest=plan_digest(directory))
         text = f"wrote {path}"
         try:
