@@ -135,10 +135,8 @@ def known_model(plan: Plan, directory: Path, number: int = 0) -> MachineModel:
     """
     model = planned_model(plan, directory, number)
     if model is None:
-        where, right = (
-            str(machine_file(plan, directory, number)),
-            "plan again with `tccl plan --simulate`",
-        )
+        where = str(machine_file(plan, directory, number))
+        right = "plan again with `tccl plan --simulate`"
         raise InputError(where, "holds no model to simulate by", right)
     return model
 
