@@ -94,6 +94,12 @@ def test_ranks_decide_alike_where_nccl_has_no_barrier_before_its_question(folder
     assert all(len(answer) == 1 for answer in answers)
 
 
+def test_a_signal_while_a_file_is_made_takes_no_graph_file_away(folder, plan, plain):
+    signals = compile_program(folder, "interrupted", "-shared", "-fPIC", target="interrupted.so")
+    found = plain.run(plan, SCRIPT, LD_PRELOAD=str(signals))
+    assert found == expected_answers(plan, SCRIPT)
+
+
 def test_a_rank_whose_nccl_keeps_the_number_of_ranks_elsewhere_leaves_all_ranks_default(
     plan, plain
 ):

@@ -1,6 +1,7 @@
 /* What a communicator gets, from its posts; and the communicator that a thread initialises. */
 #include "plugin.h"
 
+#include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -10,7 +11,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-enum { SCANNED_BYTES = 4 << 20, CHUNK = 1 << 16, NOTHING = 0, POSTED, DECIDED };
+enum { SCANNED_BYTES = 4 << 20, CHUNK = 1 << 16, ALLOCATIONS = 100 };
+enum { NOTHING, POSTED, DECIDED };
 
 static const char *const refusals[REFUSALS] = {
     [USER_VARIABLE] = "a variable contradicts the plan or is missing",
@@ -140,11 +142,20 @@ void forget(void) {
   member.table = NULL;
 }
 
+/* Allocate pages of a file in memory; on older kernels a signal ends that. */
+static bool allocate(int fd, size_t size) {
+  for (int i = 0; i < ALLOCATIONS; i++) {
+    if (fallocate(fd, 0, 0, (off_t)size) == 0) return true;
+    if (errno != EINTR) return false;
+  }
+  return false;
+}
+
 /* Make a file in memory with all its pages, so that filling it cannot fail later. */
 static bool make_memory(const struct plan *plan) {
   size_t room = graph_room(plan);
   member.memory = (int)syscall(SYS_memfd_create, "tccl-graph", 1u /* MFD_CLOEXEC */);
-  if (member.memory >= 0 && fallocate(member.memory, 0, 0, (off_t)room) == 0) {
+  if (member.memory >= 0 && allocate(member.memory, room)) {
     snprintf(member.path, sizeof member.path, "/proc/self/fd/%d", member.memory);
     void *mapped = mmap(NULL, room, PROT_READ | PROT_WRITE, MAP_SHARED, member.memory, 0);
     member.mapped = mapped == MAP_FAILED ? NULL : mapped;
