@@ -1,5 +1,7 @@
 """Graph files: reading, judging and writing them as NCCL's versions do."""
 
+import tracemalloc
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -235,6 +237,15 @@ def test_of_many_ring_channels_and_few_of_the_tree_the_few_count():
 def test_releases_differ_in_quotes_and_limits(text, old, new):
     found = [judge(text, version=version).verdict for version in ("2.20.5", "2.28")]
     assert found == [old, new]
+
+
+def test_attributes_that_nccl_drops_take_no_memory():
+    text = f"<graphs{' ' * 500_000}>"
+    tracemalloc.start()
+    with pytest.raises(GraphFaultError):
+        parse_graph_file(text, where="file")
+    assert tracemalloc.get_traced_memory()[1] < 10 * len(text)
+    tracemalloc.stop()
 
 
 PIECES = st.sampled_from(

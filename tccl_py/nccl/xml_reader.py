@@ -168,10 +168,11 @@ def _tag(text: str, start: int, place: str, attribute: re.Pattern[str]) -> tuple
         value = match["value"] or ""
         if len(value) > _LONGEST_VALUE:
             raise GraphFaultError(place, "has a value that overflows NCCL's", _FORM, crash=True)
-        attributes.append((_c_text(match["key"]), _c_text(value)))
+        # NCCL drops attributes beyond its limit, and takes the first of a name.
+        if len(attributes) < MAX_ATTRIBUTES:
+            attributes.append((_c_text(match["key"]), _c_text(value)))
         end, at = match["after"] or match["end"], match.end()
-    # NCCL drops attributes beyond its limit, and takes the first of a name.
-    attribute_values = dict(reversed(attributes[:MAX_ATTRIBUTES]))
+    attribute_values = dict(reversed(attributes))
     if end == ">":
         return _Tag(name, attribute_values, place), at
     rest = _REST.match(text, at) if end == "/" else None
