@@ -42,7 +42,8 @@ def test_p2p_across_the_sockets_does_not_keep_nics_from_cutting_a_node():
 
 
 def test_pairs_without_p2p_are_cut_apart_where_shared_memory_is_disabled():
-    assert judge("g4", "amd4", NCCL_SHM_DISABLE="1", **LOCAL).verdict == "rejected"
+    found = judge("g4", "amd4", NCCL_SHM_DISABLE="1", **LOCAL)
+    assert found.verdict == "rejected" and "unset NCCL_SHM_DISABLE" in found.reason
     node = read_nccl_topology(FILES / "amd4.xml")
     without = Settings(shm_disable=True, net_disable_intra=True)
     assert environment(without)["NCCL_SHM_DISABLE"] == "1"

@@ -225,7 +225,13 @@ class _LoadedNode:
         if self.cut:
             low, high = (part[0] for part in self._topo.parts[:2])
             fault = f"is for a node that NCCL cuts between {low} and {high}, which would use NICs"
-            graph.fail(fault, "set NCCL_NET_DISABLE_INTRA=1 in the job")
+            graph.fail(fault, f"{self._keeps_whole} in the job")
+
+    @property
+    def _keeps_whole(self) -> str:
+        """What a job has to do so that its GPUs talk over no NIC inside the node."""
+        without_memory = self._topo.settings.shm_disable
+        return "unset NCCL_SHM_DISABLE" if without_memory else "set NCCL_NET_DISABLE_INTRA=1"
 
     def check_ranks(self, start: int) -> None:
         """Check ranks given to GPUs, from rank `start` on, if this NCCL believes them."""
@@ -280,8 +286,9 @@ class _LoadedNode:
             f"the node has one GPU: a tree of pattern {tree} hangs other nodes from a second": (
                 self._count > _ONE_LINK and self.size == 1 and tree != _TREE_PATTERN
             ),
-            "some GPUs would talk over NICs, where NCCL may cut the node: set "
-            "NCCL_NET_DISABLE_INTRA=1": bool(self._topo.by_network),
+            f"some GPUs would talk over NICs, where NCCL may cut the node: {self._keeps_whole}": (
+                bool(self._topo.by_network)
+            ),
             f"the tree has {self.trees} of {graph.nchannels} channels": (
                 self.trees < graph.nchannels
             ),
