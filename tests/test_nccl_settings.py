@@ -193,6 +193,11 @@ def test_what_is_no_version_is_refused(text):
         version_facts(text)
 
 
+@pytest.mark.parametrize("text", ["v2.28.9", "2.28.9-1", "2.028.9+cuda13.0"])
+def test_a_version_that_a_user_names_is_kept_as_its_numbers(text):
+    assert asked_version(text) == "2.28.9"
+
+
 @pytest.mark.parametrize("text", ["2.17.1", "2.99", "3.0"])
 def test_versions_without_rules_cannot_be_asked_for(text):
     assert asked_version("2.39.1") == "2.39.1"

@@ -215,6 +215,10 @@ def test_a_version_that_was_not_checked_is_said_to_be_unverified():
     assert plan_of(SMALL).settings_verified
 
 
+def test_a_version_is_planned_by_its_numbers():
+    assert plan_of(SMALL, version="v2.30.7-1", budget=FEW).settings.version == "2.30.7"
+
+
 def test_a_number_of_rings_that_does_not_come_about_is_told():
     model = load_bundled(SMALL)
     source = Simulator(model)

@@ -206,7 +206,17 @@ def asked_version(version: str) -> str:
     oldest, *_, newest = known_versions()
     right = f"{oldest} to {newest}, or a newer one below 2.{_BEYOND}, which is taken for {newest}"
     require(has_rules(version), f"NCCL version {version[:40]!r}", "has no rules here", right)
-    return version
+    return plain_version(version)
+
+
+def plain_version(version: str) -> str:
+    """Return the numbers of a version alone (InputError: it is none).
+
+    >>> plain_version("v2.28.9+cuda13.0"), plain_version("2.30")
+    ('2.28.9', '2.30')
+    """
+    major, minor, patch = _release(version)
+    return f"{major}.{minor}" + (f".{patch}" if patch != _NEWEST_PATCH else "")
 
 
 @lru_cache(maxsize=64)

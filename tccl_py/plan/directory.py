@@ -23,6 +23,7 @@ from tccl_py.nccl.plugin.index import (
     plugin_environment,
 )
 from tccl_py.nccl.settings import Settings, env_rules, env_sh, nccl_conf
+from tccl_py.nccl.versions import plain_version
 from tccl_py.nccl.view import NcclView, view
 from tccl_py.plan.chains import WORLD, PlanChain, SubsetRings, per_channel
 from tccl_py.plan.load import check_plan, load_plan
@@ -260,7 +261,7 @@ def plugin_index(
 
     `known` is the measured host: its GPUs, driver and NUMA nodes have to be there.
     """
-    plan = of.plan
+    plan, version = of.plan, plain_version(of.plan.settings.version)
     machine = plan.cluster.classes[number].machine
     gpus = sorted(machine.gpus, key=lambda gpu: gpu.index)
     uuids = {} if known is None else known.uuids(machine)
@@ -280,7 +281,7 @@ def plugin_index(
         must=must,
         forbid=forbid,
         # Rates of a model do not depend on the version, and measured plans hold for their own.
-        nccl="" if plan.simulated else ".".join(plan.settings.version.split(".")[:2]),
+        nccl="" if plan.simulated else ".".join(version.split(".")[:2]),
         driver=int(major) if major.isdecimal() else None,
         numa=None if known is None else known.numa_count,
     )

@@ -14,7 +14,7 @@ from tccl_py.model.cluster import Cluster, single_host
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.measurement import BandwidthSource, Measurement, dealt
 from tccl_py.nccl.settings import Settings, check_settings, pinned_level, pinned_values
-from tccl_py.nccl.versions import ASSUMED
+from tccl_py.nccl.versions import ASSUMED, plain_version
 from tccl_py.plan.chains import CUT_SHORT, Alternative, Order, PlanChoice, plan_chain
 from tccl_py.plan.plan import Plan
 from tccl_py.planning.choices import SettingsSearch, as_graph, interval, rated_choices
@@ -63,7 +63,7 @@ def plan_hosts(
     as those.
     """
     pinned = pinned_values(request.pinned_env, where="pinned environment")
-    version = request.version or ASSUMED
+    version = plain_version(request.version or ASSUMED)
     check_settings(Settings(version=version, p2p_level=pinned_level(pinned)))
     request = msgspec.structs.replace(request, version=version, pinned_env=pinned)
     class_gpus = gpus_of_classes(cluster) if gpus is None else (gpus,)

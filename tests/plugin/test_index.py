@@ -32,6 +32,8 @@ def test_sets_are_in_the_order_of_their_masks():
 @pytest.mark.parametrize(
     "fields",
     [
+        {"nccl": "v2.30"},
+        {"nccl": "2.30-rc1"},
         {"gpus": ()},
         {"gpus": GPUS[::-1]},
         {"gpus": (IndexedGpu(nvml=0, bus_id="1:2"),)},

@@ -70,6 +70,7 @@ _STEP = "[A-Za-z0-9_][A-Za-z0-9_.-]*"
 _File = Annotated[str, Meta(pattern=rf"^{_STEP}(/{_STEP})*\Z")]
 _Bus = Annotated[str, Meta(pattern=r"^[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]\Z")]
 _Uuid = Annotated[str, Meta(pattern=r"^(GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12})?\Z")]
+_Nccl = Annotated[str, Meta(pattern=r"^([1-9][0-9]?\.(0|[1-9][0-9]?))?\Z")]
 _Node = Annotated[int, Meta(ge=0, le=1023)]
 _Variables = Annotated[Mapping[_Name, _Value], Meta(max_length=64)]
 
@@ -109,7 +110,7 @@ class PluginIndex(msgspec.Struct, frozen=True, kw_only=True):
     given: _Variables = {}
     must: _Variables = {}
     forbid: Annotated[tuple[_Name, ...], Meta(max_length=64)] = ()
-    nccl: str = ""
+    nccl: _Nccl = ""
     driver: int | None = None
     numa: int | None = None
     job: int = 0
