@@ -110,6 +110,13 @@ def test_flows_over_the_network_move_and_arrive_as_they_were_sent(hosts, name, c
         assert 0 <= one.overlap <= 1
 
 
+def test_a_flow_through_the_memory_of_a_gpu_that_moves_nothing_is_sound_in_every_run():
+    text = "h0.G1->h0.G1->h0.G0->h0.N0->h1.N0->h1.N0->h1.C0{blocks=1,fifo=64K}"
+    with hosts_of(gpus=2) as hosts:
+        for _ in range(3):
+            assert not any(any(one.wrong) for one in readings(hosts, text, check=True))
+
+
 def test_links_are_made_once_and_found_again_by_later_sets(hosts):
     readings(hosts, HOST_TO_HOST.replace("blocks=1", "blocks=2"))
     made = len(hosts.made)

@@ -349,12 +349,16 @@ class FlowLayout:
             str(end) if end.kind == "G" else None
             for end in (self.flow.source, self.flow.destination)
         )
-        for memory, writer, reader in (
-            (str(over.source), source, nics[0]),
-            (str(into.destination), nics[1], target),
+        for memory, gpu, writer, reader in (
+            (over.source, source, source, nics[0]),
+            (into.destination, target, nics[1], target),
         ):
-            counters = (memory, memory) if writer and reader else None
-            for end in self._fifos(memory, counters, writer, reader):
+            counters = None
+            if gpu is not None:
+                # A GPU clears the counters in its own memory, and a relay may have no part.
+                space = gpu if memory.kind == "G" else str(memory)
+                counters = space, space
+            for end in self._fifos(str(memory), counters, writer, reader):
                 yield msgspec.structs.replace(end, links=links if end.device in nics else ())
 
     def _network_transfers(self) -> tuple[Transfer, Transfer]:
