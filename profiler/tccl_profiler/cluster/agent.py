@@ -38,7 +38,7 @@ from tccl_profiler.program import HostProgram
 from tccl_profiler.session import pool_of
 from tccl_profiler.watch import warnings, watching
 from tccl_py.children import search_path
-from tccl_py.errors import MeasurementError, TcclError
+from tccl_py.errors import MeasurementError, TcclError, limit_reached
 from tccl_py.model.transfer import place_named
 from tccl_py.rank_processes.forkserver import ForkServer
 from tccl_py.rank_processes.rank import Rendezvous
@@ -163,6 +163,10 @@ class Agent:
             return Failed.of(error)
         except _Aborted:
             pass
+        except Exception as error:
+            if limit_reached(error) is None:
+                raise
+            return Failed.lost(error)
         # Else it is about a run that has ended by itself: messages arrive in order.
         return Done()
 
