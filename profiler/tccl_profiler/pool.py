@@ -211,10 +211,11 @@ class Pool:
                 raise MeasurementError(f"{device} would do more than {MAX_LANES} things at once")
         for space, size in program.space_bytes.items():
             if not space.startswith("C") and size > self._memory.arena_bytes + COUNTER_AREA_BYTES:
+                # Rounded up, to be more than the arena. A flow without blocks has a large buffer.
                 raise MeasurementError(
-                    f"{space} would hold {(size - COUNTER_AREA_BYTES) >> 20} MiB of FIFOs, its "
-                    f"arena has {self._memory.arena_bytes >> 20} MiB: give fewer blocks or smaller "
-                    "FIFOs"
+                    f"{space} would hold {-(-(size - COUNTER_AREA_BYTES) >> 20)} MiB of FIFOs and "
+                    f"buffers, its arena has {self._memory.arena_bytes >> 20} MiB: name blocks, "
+                    "fewer of them, or smaller FIFOs or buffers"
                 )
         for space, size in program.space_bytes.items():
             if space.startswith("C"):
