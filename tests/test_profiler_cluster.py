@@ -1,4 +1,5 @@
 import contextlib
+import errno
 import itertools
 import os
 import queue
@@ -418,6 +419,35 @@ def test_a_host_that_is_gone_is_named_at_once():
 def test_what_fails_on_a_host_is_said_with_its_name(kind, error):
     with pytest.raises(error, match=r"^host h1: G0 is on fire$"):
         checked({"h0": Done(), "h1": Failed(kind=kind, what="G0 is on fire")}, Done)
+
+
+@pytest.mark.parametrize(
+    ("host", "what"),
+    [
+        ("node", "C7 is no NUMA node of this machine; there are C0"),
+        ("h1", "link 0 from h10.N0 to rack-h1.N0 was lost"),
+    ],
+)
+def test_a_host_whose_name_is_part_of_other_words_is_named(host, what):
+    with pytest.raises(MeasurementError, match=rf"^host {host}: {what}$"):
+        checked({host: Failed(kind="refused", what=what)}, Done)
+
+
+@pytest.mark.parametrize("what", ["link 0 from h1.N0 to h2.N0 was lost", "host h1: not told"])
+def test_a_host_that_is_named_is_not_named_twice(what):
+    with pytest.raises(MeasurementError, match=rf"^{what}$"):
+        checked({"h1": Failed(kind="refused", what=what)}, Done)
+
+
+def test_a_limit_that_a_host_reaches_is_said_with_its_name(monkeypatch):
+    def refused(*_, **__):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr("tccl_profiler.cluster.agent.host_facts", refused)
+    with agent_in_thread("h1") as messenger:
+        agents, _ = _agents(messenger, silence_s=10)
+        with pytest.raises(WorkerLost, match=r"^host h1: open files: the limit"):
+            agents.described("host")
 
 
 def test_a_late_answer_is_not_taken_for_the_next_one():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import socket
 import threading
 import time
@@ -119,7 +120,9 @@ def checked(answers: Mapping[str, Message], kind: type[Kind]) -> dict[str, Kind]
     for wanted in ("input", "lost", "refused", "link"):
         for host, failure in failed.items():
             if failure.kind == wanted:
-                named = host in failure.what
+                # By its places or as a host: a name as `node` or `h1` may be part of other words.
+                name = re.escape(host)
+                named = re.search(rf"host {name}:|(?<![\w.-]){name}\.[GCDN]\d", failure.what)
                 raise failure.error(failure.what if named else f"host {host}: {failure.what}")
     kinds: dict[str, Kind] = {}
     for host, answer in answers.items():
