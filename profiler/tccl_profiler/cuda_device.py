@@ -190,6 +190,9 @@ class CudaDevice:
         lanes = run.program.lanes
         rows = [self._words(lane, len(lanes), i) for i, lane in enumerate(lanes)]
         words = np.array(rows, np.uint64)
+        for copy in run.program.copies:
+            # Refuses memory out of reach before anything is queued, which would wait for ever.
+            self._end_words(copy.incoming or copy.outgoing)
         try:
             self._runtime.memset(self._arena, 0, COUNTER_AREA_BYTES)
             self._runtime.memset(self._gates, 0, MAX_REPEATS * 8)

@@ -1,0 +1,47 @@
+"""A GPU's device without a GPU: what it asks of CUDA, which answers as it is told to."""
+
+import sys
+from unittest import mock
+
+import pytest
+
+from tccl_profiler import cuda_device
+from tccl_profiler.compiler import program_for
+from tccl_profiler.messages import Pace, Run, Share, Start
+from tccl_profiler.shared_memory import Control
+from tccl_py.errors import MeasurementError
+from tccl_py.model.transfer import parse_set
+
+MIB = 1 << 20
+
+
+class RefusedError(Exception):
+    """Stands for CUDA's error."""
+
+
+def test_a_copy_to_memory_out_of_reach_is_refused_before_anything_is_queued(monkeypatch):
+    cupy, waits = mock.MagicMock(), mock.Mock()
+    cupy.cuda.runtime.CUDARuntimeError = RefusedError
+    cupy.cuda.runtime.ipcOpenMemHandle.side_effect = RefusedError("peer access is not supported")
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(cuda_device, "stream_waits", waits)
+    control = Control.create(1)
+    start = Start(backend="cuda", slot=0, device="G0", arena_bytes=MIB, user_bytes=MIB)
+    device = cuda_device.CudaDevice(start, control)
+    device.open()
+    device.share(Share(space="G1", handle=b"of another machine"))
+    program = program_for(parse_set("G0->D0->G1"), lanes={"G0": 64, "G1": 64})
+    run = Run(
+        program=program.devices["G0"],
+        epoch=1,
+        repeats=1,
+        warm_ns=0,
+        window_ns=10**6,
+        patience_ns=10**9,
+        paces=(Pace(groups=1),),
+    )
+    with pytest.raises(MeasurementError, match=r"^GPU 0 cannot reach G1's memory"):
+        device.run(run)
+    waits.assert_not_called()
+    device.close()
+    control.close()
