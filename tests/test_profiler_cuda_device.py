@@ -3,14 +3,17 @@
 import sys
 from unittest import mock
 
+import msgspec
 import pytest
 
 from tccl_profiler import cuda_device
 from tccl_profiler.compiler import program_for
 from tccl_profiler.messages import Pace, Run, Share, Start
+from tccl_profiler.session import pool_of
 from tccl_profiler.shared_memory import Control
 from tccl_py.errors import MeasurementError
 from tccl_py.model.transfer import parse_set
+from tests.toy import toy_machine
 
 MIB = 1 << 20
 
@@ -45,3 +48,10 @@ def test_a_copy_to_memory_out_of_reach_is_refused_before_anything_is_queued(monk
     waits.assert_not_called()
     device.close()
     control.close()
+
+
+def test_a_gpu_on_a_numa_node_whose_cpus_are_hidden_gets_a_worker():
+    machine = toy_machine(gpus=2)
+    nodes = [msgspec.structs.replace(node, numa_id=900) for node in machine.numa_nodes]
+    hidden = msgspec.structs.replace(machine, numa_nodes=tuple(nodes))
+    pool_of(hidden, "cuda", ["G0", "G1"]).close()

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tccl_profiler import linux
 from tccl_profiler.linux import cpus_of_devices
 from tccl_profiler.messages import DeviceSpec
 from tccl_profiler.pool import Memory, Pool
@@ -109,16 +108,12 @@ def pool_of(
     nics: Mapping[str, DeviceSpec] | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> Pool:
-    """Return a pool for some GPUs of a machine (pinned to their core or node) and NICs, by name."""
+    """Return a pool for some GPUs of a machine, or cores in their place, and NICs, by name."""
     cores = cpus_of_devices(machine) if backend == "host" else {}
 
     def spec(name: str) -> DeviceSpec:
         gpu = machine.gpu(index_of(name))
-        node = machine.numa_nodes[machine.numa_of(name)].numa_id
-        cpus = cores.get(gpu.index, ())
-        if not cores and node >= 0:
-            cpus = tuple(linux.cpus_of_node(node))
-        return DeviceSpec(device=name, bus_id=gpu.bus_id, cpus=cpus)
+        return DeviceSpec(device=name, bus_id=gpu.bus_id, cpus=cores.get(gpu.index, ()))
 
     nic_specs = nics or {}
     specs = [nic_specs[name] if name in nic_specs else spec(name) for name in devices]
