@@ -238,16 +238,18 @@ class ConcurrentJobs:
                 self.at_once = 1
         return list(zip(arms, outcomes, strict=True))
 
-    def rounds(self, arms: Sequence[Arm], most: int) -> Iterator[list[Ended]]:
+    def rounds(self, arms: Sequence[Arm], least: int, most: int) -> Iterator[list[Ended]]:
         """Yield the jobs of rounds, as many whole ones as devices have room for, `most` in all.
 
-        Arms taken out of `arms` meanwhile have no further jobs.
+        `least`, from which on the caller may stop, is said. Arms taken out of `arms` meanwhile have
+        no further jobs.
         """
         done = 0
         while done < most:
             count = max(1, min(most - done, self.at_once // len(arms)))
             numbers = range(done, done + count)
-            self._launcher.watch(f"round {' and '.join(str(number + 1) for number in numbers)}")
+            names = " and ".join(str(number + 1) for number in numbers)
+            self._launcher.watch(f"round {names} (at least {least}, at most {most})")
             yield self.run([arm for number in numbers for arm in round_order(arms, number)])
             done += count
 

@@ -347,7 +347,7 @@ def run_rounds(
     least = least_rounds(len(checking))
     most, at_once, count = min(MAX_ROUNDS, max(budget.rounds * budget.extra, least)), 0, 0
     try:
-        for ended in jobs.rounds(running, most) if len(running) > len(defaults) else ():
+        for ended in jobs.rounds(running, least, most) if len(running) > len(defaults) else ():
             outcomes += sound(ended)
             outcomes = [(name, job) for name, job in outcomes if name not in failures]
             at_once = min(jobs.at_once, len(ended))

@@ -296,7 +296,7 @@ def _fresh_jobs(
     named = launcher.named(f"fresh jobs of {len(contests)} rows")
     jobs = ConcurrentJobs(named, JobSpec(rows=contests))
     times: dict[ChoiceName, list[Sequence[RowTimes]]] = {arm.name: [] for arm in arms}
-    for ended in jobs.rounds(arms, max(least, most)) if contests else ():
+    for ended in jobs.rounds(arms, least, max(least, most)) if contests else ():
         for arm, outcome in ended:
             if isinstance(outcome, MeasurementError):
                 raise outcome

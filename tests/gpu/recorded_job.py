@@ -1,8 +1,9 @@
 """A job that says itself what it communicates: DDP, tensor parallel groups, a pipeline, experts.
 
-usage: torchrun --nproc-per-node 8 recorded_job.py FOLDER [TRACES]
+usage: torchrun --nproc-per-node 2|4|8 recorded_job.py FOLDER [TRACES]
 Each rank writes FOLDER/RANK.json: its calls of a step, as [collective, dtype, bytes, ranks, calls],
 and TRACES/RANK.json.gz, a trace by PyTorch's profiler. Bytes of an all-to-all are this rank's own.
+TCCL_JOB_HIDDEN and TCCL_JOB_TOKENS make it larger.
 """
 
 import json
@@ -16,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 WARM_UP, STEPS, TRACED = 3, 12, 4
-HIDDEN, TOKENS = 512, 96
+HIDDEN = int(os.environ.get("TCCL_JOB_HIDDEN", "512"))
+TOKENS = int(os.environ.get("TCCL_JOB_TOKENS", "96"))
 
 
 def main():
@@ -53,15 +55,21 @@ def main():
 
 
 class Job:
-    """Two stages of a pipeline, each of two replicas of pairs of tensor parallel ranks."""
+    """Two stages of a pipeline, each of replicas of pairs of tensor parallel ranks.
+
+    Of two ranks every group has both.
+    """
 
     def __init__(self, rank, world, device):
         self.rank, self.device, self.calls = rank, device, Counter()
         half = world // 2
         self.everyone = tuple(range(world)), None
         self.pair = self.group([(at, at + 1) for at in range(0, world, 2)])
-        self.replicas = self.group([(at, at + 2) for at in range(world) if at % 4 < 2])
-        self.experts = self.group([tuple(range(half)), tuple(range(half, world))])
+        whole = [tuple(range(world))]
+        replicas = [(at, at + 2) for at in range(world) if at % 4 < 2]
+        self.replicas = self.group(replicas if world > 2 else whole)
+        halves = [tuple(range(half)), tuple(range(half, world))]
+        self.experts = self.group(halves if world > 2 else whole)
         self.first = rank < half
         self.peer = rank + half if self.first else rank - half
         torch.manual_seed(0)
