@@ -141,6 +141,13 @@ def test_a_machine_without_nics_has_no_chains():
         space_of(load_bundled("asus-esc8000a-e13p").machine)
 
 
+def test_settings_that_move_landings_lead_back_to_the_defaults():
+    machine = networked_machine(gpus=2, nics=1, gdr=True)
+    moved = Settings(net_gdr_level="SYS")
+    found = gdr_variants(view(machine, Knowledge(), moved, gpus=(0, 1)), nics=(0,))
+    assert moved not in found and Settings() in found
+
+
 def test_settings_that_move_landings_are_candidates_and_equal_ones_are_not():
     machine = networked_machine(gpus=2, nics=1, gdr=True)
     found = gdr_variants(view(machine, Knowledge(), SETTINGS, gpus=(0, 1)), nics=(0,))

@@ -256,8 +256,9 @@ def gdr_variants(topo: NcclView, *, nics: Sequence[int]) -> tuple[Settings, ...]
     Of settings with equal placements the first is returned, which departs least from the defaults.
     """
     distinct: dict[tuple[Flow, ...], Settings] = {}
-    for changes in combinations("NIC buffers"):
-        changed = msgspec.structs.replace(topo.settings, **changes)
+    variants = combinations("NIC buffers")
+    changes = (msgspec.structs.replace(topo.settings, **values) for values in variants)
+    for changed in (topo.settings, *changes):
         under = view(topo.machine, topo.knowledge, changed, gpus=topo.gpus)
         ends = list(product(topo.gpus, nics))
         flows = [entry_flow(under, nic, gpu, blocks=1) for gpu, nic in ends]
