@@ -86,6 +86,12 @@ def test_hosts_that_forbid_memory_policies_get_graph_files_all_the_same(tmp_path
     assert plain.said.count("set_mempolicy: Operation not permitted") == 2
 
 
+def test_a_limit_on_the_size_of_files_kills_no_rank(plan, plain):
+    wrapper = ["sh", "-c", 'ulimit -f 0; exec "$@"', "sh"]
+    found = plain.run(plan, PAIR, wrapper=wrapper, TCCL_DEBUG="1")
+    assert set(found.values()) == {(0, 0)} and "files of 0 bytes" in plain.said
+
+
 def test_ranks_decide_alike_where_nccl_has_no_barrier_before_its_question(folder, plan, plain):
     slow = compile_program(folder, "slow_read", "-shared", "-fPIC", target="slow_read.so")
     racy = [("racy", number + 1, (0, 1)) for number in range(500)]

@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <strings.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 enum { SYSTEM_ERROR = 2, LOG_INFO = 3, LOG_INIT = 0x1, MAX_LIBRARY_NAME = 254 };
@@ -127,13 +128,22 @@ static bool list_networks(char why[MAX_REASON]) {
          explain(why, "no memory");
 }
 
+/* Check that boards and graph files can be written: a signal ends a process that exceeds a limit. */
+static bool may_write(char why[MAX_REASON]) {
+  struct rlimit limit;
+  if (getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur >= MAX_INDEX_BYTES) return true;
+  return explain(why, "this process may write files of %llu bytes alone",
+                 (unsigned long long)limit.rlim_cur);
+}
+
 static bool fits(const struct plan *found, char why[MAX_REASON]) {
   int major = (int)(version / 10000), minor = (int)(version / 100 % 100);
   if (found->nccl_major >= 0 && (found->nccl_major != major || found->nccl_minor != minor))
     return explain(why, "the plan is for NCCL %d.%d", found->nccl_major, found->nccl_minor);
   if (version < FIRST_NCCL || (version > LAST_NCCL && version > newest_tried()))
     return explain(why, "this plugin does not know NCCL %d.%d", major, minor);
-  return host_matches(found, why) && list_networks(why) && list_uncached(found, why);
+  return host_matches(found, why) && may_write(why) && list_networks(why) &&
+         list_uncached(found, why);
 }
 
 /* Return this host's index of the job that TCCL_JOB names, else TCCL_INDEX; NULL: neither. */
