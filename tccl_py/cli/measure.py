@@ -65,7 +65,7 @@ def measure(
     devices: int | None = options.DEVICES,
     target: float | None = options.TARGET,
     meeting: str | None = opt("pass-on|independent", "Pace of flows that meet at a GPU."),
-    check: bool = flag("--check", "Compare the data of every repeat."),
+    check: bool = flag("--check", "Compare data in every set, not once for each flow."),
     interfaces: str | None = options.INTERFACES,
     noise: float | None = options.NOISE,
     seed: int | None = options.SEED,

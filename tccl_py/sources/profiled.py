@@ -73,7 +73,7 @@ class MeasurementOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     A set is repeated until the 95 % interval of every rate is narrower than `target` (a share of
     the rate), at most `repeats` times. `meeting` says whether flows that meet at a GPU pass data on
-    or run independently. With `check` the data of every repeat are compared, not of one alone.
+    or run independently. With `check` data are compared in every set, not once for each flow.
     """
 
     target: float = DEFAULT_TARGET
