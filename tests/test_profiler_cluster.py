@@ -433,6 +433,12 @@ def test_a_host_whose_name_is_part_of_other_words_is_named(host, what):
         checked({host: Failed(kind="refused", what=what)}, Done)
 
 
+def test_bad_input_of_a_host_is_said_with_its_name():
+    failed = Failed.of(InputError("temporary folder /tmp", "failed (No space left)", "make room"))
+    with pytest.raises(InputError, match=r"^host h1: temporary folder /tmp: failed"):
+        checked({"h0": Done(), "h1": failed}, Done)
+
+
 @pytest.mark.parametrize("what", ["link 0 from h1.N0 to h2.N0 was lost", "host h1: not told"])
 def test_a_host_that_is_named_is_not_named_twice(what):
     with pytest.raises(MeasurementError, match=rf"^{what}$"):

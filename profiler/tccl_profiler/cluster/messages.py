@@ -122,8 +122,11 @@ def checked(answers: Mapping[str, Message], kind: type[Kind]) -> dict[str, Kind]
             if failure.kind == wanted:
                 # By its places or as a host: a name as `node` or `h1` may be part of other words.
                 name = re.escape(host)
-                named = re.search(rf"host {name}:|(?<![\w.-]){name}\.[GCDN]\d", failure.what)
-                raise failure.error(failure.what if named else f"host {host}: {failure.what}")
+                named = rf"host {name}(?![\w.-])|(?<![\w.-]){name}\.[GCDN]\d"
+                what = failure.what
+                if not re.search(named, what):
+                    what = f"host {host}: {what}"
+                raise msgspec.structs.replace(failure, what=what).error(what)
     kinds: dict[str, Kind] = {}
     for host, answer in answers.items():
         if not isinstance(answer, kind):
