@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from tccl_profiler.cluster import facts
 from tccl_profiler.cluster import messages as say
 from tccl_profiler.cluster.agent import CALLED, Agent, Ran
 from tccl_profiler.cluster.agents import Agents, ClusterPool, HostLost, HostTimeouts
@@ -303,6 +304,24 @@ def test_equal_hosts_are_a_cluster_and_an_unused_interface_may_be_down():
 def test_an_interface_has_its_address_and_state():
     found = interfaces_here()["lo"]
     assert (found.address, found.up) == ("127.0.0.1", True)
+
+
+def test_an_address_that_is_another_hosts_too_is_none(monkeypatch, tmp_path):
+    rows = (
+        "05 03 40 00 c8 eth0",
+        "06 04 40 00 c0 eth1",
+        "07 04 40 00 c4 eth1",
+        "08 05 40 20 80 lo",
+    )
+    (tmp_path / "net").mkdir()
+    (tmp_path / "net" / "if_inet6").write_text(
+        "".join(f"20010db8{'0' * 22}{row}\n" for row in rows)
+    )
+    monkeypatch.setattr(facts, "PROC", tmp_path)
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(3, "eth0"), (4, "eth1"), (5, "lo")])
+    monkeypatch.setattr(facts, "_ioctl", lambda question, name: b"")
+    found = {name: interface.address for name, interface in interfaces_here().items()}
+    assert found == {"eth0": "", "eth1": "2001:db8::7", "lo": ""}
 
 
 def test_interfaces_that_are_named_are_the_nics_in_their_order():

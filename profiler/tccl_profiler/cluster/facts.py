@@ -30,6 +30,7 @@ PROC = Path("/proc")
 _SIOCGIFADDR, _SIOCGIFNETMASK, _SIOCGIFFLAGS = 0x8915, 0x891B, 0x8913
 _IFF_UP, _IFF_RUNNING = 0x1, 0x40  # include/uapi/linux/if.h
 _GLOBAL_SCOPE = "00"
+_OPTIMISTIC, _TENTATIVE = 0x04, 0x40  # include/uapi/linux/if_addr.h
 _GPUS = "start ranks where GPUs are, or add `backend` host for a dry run on the hosts' memory"
 
 
@@ -221,12 +222,14 @@ def _ioctl(question: int, name: str) -> bytes:
 
 
 def _addresses6() -> dict[str, str]:
-    """Return the first global IPv6 address of each interface that has one."""
+    """Return the first usable global IPv6 address of each interface that has one."""
     addresses: dict[str, str] = {}
     with contextlib.suppress(OSError):
         for line in (PROC / "net" / "if_inet6").read_text().splitlines():
-            digits, _, _, scope, _, owner = line.split()
-            if scope == _GLOBAL_SCOPE:
+            digits, _, _, scope, flags, owner = line.split()
+            # To an address that another host may have, or has, no socket can be bound.
+            usable = int(flags, 16) & (_OPTIMISTIC | _TENTATIVE) != _TENTATIVE
+            if scope == _GLOBAL_SCOPE and usable:
                 addresses.setdefault(owner, str(ipaddress.IPv6Address(int(digits, 16))))
     return addresses
 
