@@ -5,12 +5,13 @@ samples spread, and no bound holds by construction. With --unlike no two GPUs ar
 set is answered by symmetry. Sets, questions to NCCL and files are counted; CPU seconds are this
 machine's. The estimate in seconds is
 
-    workers + rounds of questions x question + question + further files x file
+    workers + rounds of questions x question + question + further files of a job x file
     + measurements / sets a second + CPU
 
-by the costs of single steps that were recorded on GPUs (4 H200, 8 virtual ones), see UNITS. It is
-assumed, and was not timed, that a round of questions at the same time takes as long as a question.
-Workers started beside NCCL's ranks made both slower on 8 virtual GPUs of one (20 s for 13).
+by the costs of single steps that were recorded on GPUs (4 H200, 8 virtual ones), see UNITS. Where
+default NCCL is recommended, the first round answers the question by size as well. It is assumed,
+and was not timed, that a round of questions at the same time takes as long as a question. Workers
+started beside NCCL's ranks made both slower on 8 virtual GPUs of one (20 s for 13).
 """
 
 from __future__ import annotations
@@ -216,12 +217,14 @@ def report(plan: Plan, ledger: Ledger) -> bool:
     files = len(graph_files(plan))
     if files > MOST_FILES:
         files = len({len(gpus) for gpus in graph_files(plan)})
+    jobs = max(1, MOST_RANKS // count)
     parts = {
         "workers": UNITS.workers_s,
         f"{len(ledger.questions)} questions to NCCL in {ledger.rounds} rounds": ledger.rounds
         * UNITS.question_s,
-        f"choices by size, {files} graph files loaded": UNITS.question_s
-        + max(0, files - 1) * UNITS.further_file_s,
+        f"choices by size, {files} graph files loaded": 0.0
+        if plan.recommended == "default"
+        else UNITS.question_s + max(0, -(-files // jobs) - 1) * UNITS.further_file_s,
         f"{times} measurements at {UNITS.sets_per_s:g} a second": times / UNITS.sets_per_s,
         "CPU": cpu_s,
     }

@@ -22,7 +22,15 @@ from tccl_py.health.doctor import check_own_rings
 from tccl_py.health.host import HostState
 from tccl_py.nccl import asked
 from tccl_py.nccl import asked as installed_rings
-from tccl_py.nccl.asked import InstalledRings, NcclAnswer, RefusedError, ask_each, ask_nccl, judged
+from tccl_py.nccl.asked import (
+    InstalledRings,
+    NcclAnswer,
+    RefusedError,
+    ask_each,
+    ask_nccl,
+    ask_together,
+    judged,
+)
 from tccl_py.nccl.communicators import (
     CommunicatorLog,
     CommunicatorsSpec,
@@ -110,6 +118,24 @@ def ranks_of_2_28_9(monkeypatch, graphs=()):
         return RankOutput(results=results, log="")
 
     monkeypatch.setattr(asked, "run_tasks", run)
+
+
+@pytest.mark.parametrize(("room", "parts"), [(32, [1, 1, 1, 1]), (8, [1, 2, 1]), (5, [1, 3])])
+def test_questions_of_a_job_are_parted_where_more_processes_have_room(monkeypatch, room, parts):
+    ranks_of_2_28_9(monkeypatch, [pair_graph(0, 1)])
+    tasks, run = [], asked.run_tasks
+
+    def counted(each, **more):
+        tasks.extend(decode_json(t.spec, CommunicatorsSpec, where="a task") for t in each)
+        return run(each, **more)
+
+    monkeypatch.setattr(asked, "run_tasks", counted)
+    monkeypatch.setattr(asked, "MOST_RANKS", room)
+    pairs = [(0, 1), (1, 2), (0, 2)]
+    files = [Question(gpus=pair, graph=pair_graph(*pair)) for pair in pairs]
+    plain, loaded = ask_together([({}, [Question(gpus=(0, 1))]), ({}, files)], connect=False)
+    assert [of.gpus for of in (*plain, *loaded)] == [(0, 1), *pairs]
+    assert [len(spec.questions) for spec in tasks] == parts
 
 
 def test_graph_files_are_loaded_one_after_the_other_and_the_one_that_fails_is_named(monkeypatch):
@@ -227,6 +253,15 @@ def test_a_plan_has_nccls_choices_by_size_for_default_nccl_and_the_recommended_c
     assert found.sizes.keys() == {"default", "graph"}
     assert {len(answer.rows) for answer in found.sizes.values()} == {5 * len(nccl_here.SIZES)}
     assert {(row.algorithm, row.channels) for row in found.sizes["graph"].rows} == {("ring", 2)}
+    # What the first question of the plan has answered is not asked again.
+    known = InstalledRings(plan.machine, plan.knowledge, plan.gpus, sizes=nccl_here.SIZES)
+    plain = plan.stock.settings
+    assert known([plain, msgspec.structs.replace(plain, p2p_level="LOC")])
+    assert nccl_here.with_answers(plan, known) == found
+    default = msgspec.structs.replace(plan, winner="default")
+    assert nccl_here.with_answers(default, known).sizes == {"default": found.sizes["default"]}
+    assert jobs == [2, 2, 1]
+    del jobs[1:]
     # More processes than fit are asked one job after another.
     monkeypatch.setattr(asked, "MOST_RANKS", 3)
     assert nccl_here.with_answers(plan, rings) == found

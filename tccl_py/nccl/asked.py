@@ -132,16 +132,29 @@ def ask_together(
 ) -> tuple[tuple[NcclAnswer, ...], ...]:
     """Return the installed NCCL's answers under several variables, in jobs at the same time.
 
-    Raises MeasurementError: NCCL cannot be asked, or not by so many processes.
+    The job with most questions is parted where there is room for more processes. Raises
+    MeasurementError: NCCL cannot be asked, or not by so many processes.
     """
-    tasks = [_job(rank_environment(of, connect=connect), asked) for of, asked in jobs]
-    if (ranks := sum(len(task.ranks) for task in tasks)) > MOST_RANKS:
+    counts = [len(asked) for _, asked in jobs]
+    sizes = [len(_gpus_of(asked)) for _, asked in jobs]
+    if (ranks := sum(sizes)) > MOST_RANKS:
         raise MeasurementError(f"{ranks} processes at the same time are more than {MOST_RANKS}")
+    longest = counts.index(max(counts))
+    room = 1 + (MOST_RANKS - ranks) // sizes[longest]
+    steps = [-(-n // room) if job == longest else n for job, n in enumerate(counts)]
+    parts = [
+        (job, jobs[job][1][at : at + step])
+        for job, step in enumerate(steps)
+        for at in range(0, counts[job], step)
+    ]
+    tasks = [_job(rank_environment(jobs[job][0], connect=connect), part) for job, part in parts]
     # Jobs share the host's cores, and the longest timeout holds for all of them.
-    timeout = TIMEOUT_S + _EACH_S * (sum(len(asked) for _, asked in jobs) - 1)
-    longer = msgspec.structs.replace(tasks[0], timeout=timeout)
+    longer = msgspec.structs.replace(tasks[0], timeout=TIMEOUT_S + _EACH_S * (sum(counts) - 1))
+    answers: list[list[NcclAnswer]] = [[] for _ in jobs]
     outputs = run_tasks([longer, *tasks[1:]])
-    return tuple(_answers(output, of) for output, (_, of) in zip(outputs, jobs, strict=True))
+    for (job, part), output in zip(parts, outputs, strict=True):
+        answers[job] += _answers(output, part)
+    return tuple(map(tuple, answers))
 
 
 def _run(environment: Mapping[str, str], questions: Sequence[Question]) -> tuple[NcclAnswer, ...]:
@@ -269,13 +282,22 @@ def verdict_on(answer: NcclAnswer, text: str, *, where: str) -> Verdict:
 class InstalledRings:
     """Default NCCL's rings under settings: the emulation's choice, corrected by the installed NCCL.
 
-    NCCL is asked once for each choice of settings. `notices` tell where the two differ, or why
-    NCCL was not asked; `able` is whether it can be asked.
+    NCCL is asked once for each choice of settings. Under the first of several, collectives of
+    `sizes` bytes run as well, if that goes well. `notices` tell where the two differ, or why NCCL
+    was not asked; `able` is whether it can be asked.
     """
 
-    def __init__(self, machine: Machine, knowledge: Knowledge, gpus: Sequence[int]) -> None:
+    def __init__(
+        self,
+        machine: Machine,
+        knowledge: Knowledge,
+        gpus: Sequence[int],
+        *,
+        sizes: tuple[int, ...] = (),
+    ) -> None:
         self.notices: list[str] = []
         self._machine, self._knowledge, self._gpus = machine, knowledge, tuple(gpus)
+        self._sizes = sizes
         self.able = True
         self._choices: dict[Settings, DefaultChoice] = {}
         self._answered: dict[Settings, NcclAnswer] = {}
@@ -301,13 +323,22 @@ class InstalledRings:
             part = choices[at : at + most]
             if len(part) < 2 or not self.able:
                 return
-            asked = [Question(gpus=self._gpus)]
-            jobs = [(environment(settings), asked) for settings in part]
+            sizes, self._sizes = self._sizes, ()
+            first, other = Question(gpus=self._gpus, sizes=sizes), Question(gpus=self._gpus)
+            questions = [first, *[other] * (len(part) - 1)]
+            variables = map(environment, part)
+            jobs = [(of, [asked]) for of, asked in zip(variables, questions, strict=True)]
             try:
                 answers = ask_together(jobs)
             except MeasurementError:
                 return
             self._answered |= {of: answer for of, (answer,) in zip(part, answers, strict=True)}
+
+    def sized_answer(self, variables: Mapping[str, str]) -> NcclAnswer | None:
+        """Return NCCL's answer under variables, if collectives ran there."""
+        answers = self._answered.items()
+        sized = (it for of, it in answers if it.choices and environment(of) == variables)
+        return next(sized, None)
 
     def unable(self, why: str) -> None:
         """Stop asking, and add a notice with the reason."""

@@ -66,7 +66,7 @@ def rings_here(place: MeasuredMachine, gpus: Sequence[int] | None) -> InstalledR
     if place.backend != "cuda":
         return None
     chosen = place.machine.gpu_indices if gpus is None else tuple(sorted(gpus))
-    rings = InstalledRings(place.machine, place.knowledge, chosen)
+    rings = InstalledRings(place.machine, place.knowledge, chosen, sizes=SIZES)
     why = why_not_asked(chosen)
     if why:
         rings.unable(why)
@@ -105,13 +105,18 @@ def with_answers(plan: Plan, rings: InstalledRings) -> Plan:
         return plan
     asked = {name: _asked_of(plan, name) for name in compared_choices(plan)}
     answers: dict[ChoiceName, Sequence[NcclAnswer]] = {}
+    for name, job in asked.items():
+        if not job.files and (answer := rings.sized_answer(job.variables)):
+            answers[name] = (answer,)
+    open_jobs = {name: job for name, job in asked.items() if name not in answers}
     notices: list[str] = []
     try:
-        jobs = [(job.variables, job.questions) for job in asked.values()]
-        answers = dict(zip(asked, ask_together(jobs, connect=False), strict=True))
+        jobs = [(job.variables, job.questions) for job in open_jobs.values()]
+        if jobs:
+            answers |= zip(open_jobs, ask_together(jobs, connect=False), strict=True)
     except MeasurementError:
         # One after another, so that the job and the file at fault are known.
-        for name, job in asked.items():
+        for name, job in open_jobs.items():
             try:
                 answers[name] = ask_each(job.variables, job.questions, connect=False)
             except RefusedError as error:
@@ -121,7 +126,7 @@ def with_answers(plan: Plan, rings: InstalledRings) -> Plan:
                     "written"
                 ) from error
             except MeasurementError as error:
-                untried = any(of.files for of in list(asked.values())[len(answers) :])
+                untried = any(of.files for choice, of in asked.items() if choice not in answers)
                 tried = "; the graph files were not tried" if untried else ""
                 notices.append(
                     "NCCL's choices by message size are computed, as the NCCL here fails: "
