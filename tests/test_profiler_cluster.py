@@ -6,6 +6,7 @@ import queue
 import signal
 import socket
 import struct
+import sys
 import threading
 import time
 
@@ -49,7 +50,7 @@ from tccl_py.model.machine import Fingerprint, Knowledge, Nic
 from tccl_py.model.transfer import parse_set
 from tests.processes import children
 from tests.profiler_clusters import Checked, FakeJob, agent_in_thread, agents_in_processes, pair
-from tests.profiler_pools import measured_or_failed, stopping
+from tests.profiler_pools import measured_or_failed, stopping, workers_of
 from tests.toy import toy_machine
 
 # Whether this is a job
@@ -666,6 +667,22 @@ def test_workers_that_were_ended_start_again_with_the_next_set(session):
     assert not [pid for agent in children(os.getpid()) for pid in children(agent)]
     (measurement,) = Checked(session).measure([parse_set(ACROSS)])
     assert measurement.gbps[0] > 0
+
+
+def test_workers_that_could_not_start_anew_start_with_the_next_set(monkeypatch):
+    with (
+        agent_in_thread("h0") as one,
+        agent_in_thread("h1") as other,
+        _session(FakeJob({"h0": one, "h1": other})) as session,
+    ):
+        measured_unless_busy(session, INSIDE)
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "executable", "/bin/false")
+            for pid in workers_of():
+                os.kill(pid, signal.SIGKILL)
+            with pytest.raises(MeasurementError, match=r"started anew, host h[01]: the worker of"):
+                Checked(session).measure([parse_set(INSIDE)])
+        assert min(measured_unless_busy(session, INSIDE).gbps) > 0
 
 
 def test_a_host_that_cannot_be_described_is_refused_by_name():

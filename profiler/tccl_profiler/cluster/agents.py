@@ -243,18 +243,27 @@ class ClusterPool:
             self._variables = self._variables_of(links_of(first, names, network))
         self.ahead_ns = _AHEAD_NS
         self.warnings: list[str] = []
+        self._broken = False
 
     def restart(self) -> None:
         """End all workers, and start new ones."""
+        # Until all have started, the next use starts all anew.
+        self._broken = True
         more = self._variables, self._network
         devices = {host: (ids, *more) for host, ids in self._devices.items()}
         answers = self._agents.ask(Agent.open, devices, self._agents.timeouts.start_s)
         self.warnings = [f"host {host}: {t}" for host, (_, notes) in answers.items() for t in notes]
         for host, (lanes, _) in answers.items():
             self.lanes |= {f"{host}.{name}": count for name, count in lanes.items()}
+        self._broken = False
+
+    def _ready(self) -> None:
+        if self._broken:
+            self.restart()
 
     def ping(self, count: int = 16) -> Mapping[str, messages.Pinged]:
         """Compare each device's clock with this host's, through its own host's clock."""
+        self._ready()
         for host, clock in self._clocks.items():
             if host in self._devices and clock.is_due:
                 clock.add(self._agents.reading(host, _PINGS))
@@ -267,6 +276,7 @@ class ClusterPool:
 
     def run(self, program: Program, spec: RunSpec) -> list[RunResult]:
         """Run a program's repeats, each released on all hosts at the same time."""
+        self._ready()
         broken: list[str] = []
         for attempt in range(1, RETRIES.late_release + 1):
             try:
