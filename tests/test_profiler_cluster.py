@@ -432,6 +432,14 @@ def test_a_host_that_is_gone_is_named_at_once():
         agents.ask(Agent.take, {"h1": (LinkStep(step="usable"),)})
 
 
+def test_a_host_that_does_not_read_is_not_said_to_have_died(monkeypatch):
+    monkeypatch.setattr(say, "_SEND_S", 0.1)
+    ours, _theirs = pair()
+    agents, _ = _agents(ours)
+    with pytest.raises(HostLost, match=r"^host h1: does not read"):
+        agents.tell("h1", 1, Failed(kind="lost", what="x" * (1 << 24)))
+
+
 @pytest.mark.parametrize(
     ("kind", "error"),
     [("lost", WorkerLost), ("link", LinkLost), ("refused", MeasurementError)],

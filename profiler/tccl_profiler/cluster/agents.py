@@ -27,6 +27,7 @@ from tccl_profiler.linux import realtime
 from tccl_profiler.messages import (
     MAKING,
     ConnectionClosed,
+    ConnectionTimeout,
     Failed,
     LinkEnds,
     LinkLost,
@@ -95,6 +96,10 @@ class Agents:
         try:
             self._messengers[host].send(number, message)
         except ConnectionClosed as error:
+            if isinstance(error.__cause__, ConnectionTimeout):
+                raise self._gone(
+                    host, "does not read what it is sent: it stalls or is cut"
+                ) from error
             raise self._died(host) from error
 
     def heard(
