@@ -361,8 +361,8 @@ def why_no_plugin(version: str, *, newest: str = "") -> str:
 
     Missing numbers are taken for favourable ones. `newest` is a value of NEWER_VARIABLE.
 
-    >>> why_no_plugin("2.28.9"), why_no_plugin("2.28.3"), why_no_plugin("2.28")
-    ('', 'NCCL 2.28.3 has no environment plugins, which came with 2.28.7', '')
+    >>> why_no_plugin("v2.28.9"), why_no_plugin("2.28.3-1"), why_no_plugin("2.28")
+    ('', 'NCCL 2.28.3-1 has no environment plugins, which came with 2.28.7', '')
     >>> why_no_plugin("2.33.1")
     'NCCL 2.33.1 is newer than 2.32, up to which the plugin was tried'
     >>> why_no_plugin("2.33.1", newest="2.33.1")
@@ -370,7 +370,8 @@ def why_no_plugin(version: str, *, newest: str = "") -> str:
 
     Raises InputError: `newest` is no version.
     """
-    numbers = tuple(int(part) for part in version.split(".") if part.isdecimal())
+    match = _VERSION.fullmatch(version)
+    numbers = tuple(int(number) for number in match.groups() if number) if match else ()
     if numbers < FIRST_WITH_PLUGIN[: len(numbers)]:
         return f"NCCL {version} has no environment plugins, which came with 2.28.7"
     if numbers[:2] <= LAST_WITH_PLUGIN or (newest and numbers <= _whole(newest)):
