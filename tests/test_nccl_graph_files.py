@@ -239,6 +239,12 @@ def test_releases_differ_in_quotes_and_limits(text, old, new):
     assert found == [old, new]
 
 
+@pytest.mark.parametrize("version", ["2.20.5", "2.30"])
+def test_leading_zeros_of_a_device_do_not_count(version):
+    text = OK.replace('dev="1"', f'dev="0x{"0" * 60}1"')
+    assert text != OK and judge(text, version=version) == judge(OK, version=version)
+
+
 def test_attributes_that_nccl_drops_take_no_memory():
     text = f"<graphs{' ' * 500_000}>"
     tracemalloc.start()

@@ -9,8 +9,8 @@ _DIGITS = {
     0: re.compile(_BLANKS + r"([+-]?(?:0[xX][0-9a-fA-F]+|0[0-7]*|[1-9][0-9]*))"),
     16: re.compile(_BLANKS + r"([+-]?(?:0[xX])?[0-9a-fA-F]+)"),
 }
-_MOST_DIGITS = 40
-"""More digits than any 64-bit number has."""
+_MOST_DIGITS = 400
+"""More than a value of a graph file has, whose leading zeros count, and fewer than Python refuses."""
 _FLOAT = re.compile(
     _BLANKS + r"([+-]?(?:(?P<hex>0x(?:[0-9a-f]+\.?[0-9a-f]*|\.[0-9a-f]+)(?:p[+-]?[0-9]+)?)"
     r"|(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?|inf|nan))",
@@ -21,7 +21,7 @@ _FLOAT = re.compile(
 def c_integer(text: str, base: int = 0) -> tuple[int, str]:
     """Return the integer at the start of a text, and the rest; 0 and the whole text without digits.
 
-    The base is 16, or 0 for a base by prefix. Integers beyond 64 bits are cut to about their size.
+    The base is 16, or 0 for a base by prefix. Integers far beyond 64 bits are cut.
 
     >>> c_integer("0x10 channels"), c_integer("010"), c_integer("no"), c_integer("1f", 16)
     ((16, ' channels'), (8, ''), (0, 'no'), (31, ''))
