@@ -10,7 +10,7 @@ _DIGITS = {
     16: re.compile(_BLANKS + r"([+-]?(?:0[xX])?[0-9a-fA-F]+)"),
 }
 _MOST_DIGITS = 400
-"""More than a value of a graph file has, whose leading zeros count, and fewer than Python refuses."""
+"""More than a value of a graph file has, with its leading zeros; Python refuses from 640 on."""
 _FLOAT = re.compile(
     _BLANKS + r"([+-]?(?:(?P<hex>0x(?:[0-9a-f]+\.?[0-9a-f]*|\.[0-9a-f]+)(?:p[+-]?[0-9]+)?)"
     r"|(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?|inf|nan))",
