@@ -312,6 +312,19 @@ def test_nccl_is_not_started_on_gpus_that_others_use(monkeypatch):
     assert rings_here(msgspec.structs.replace(place, backend="host"), (0, 1)) is None
 
 
+def test_a_plan_says_that_what_is_installed_for_the_host_is_part_of_default_nccl(
+    monkeypatch, tmp_path
+):
+    conf, place = tmp_path / "nccl.conf", Fake("h200x4-vm").place()
+    monkeypatch.setattr(nccl_here, "HOST_FILE", conf)
+    monkeypatch.setattr(nccl_here, "why_not_asked", lambda gpus: "")
+    assert rings_here(place, (0, 1)).notices == []
+    conf.write_text("NCCL_MIN_NCHANNELS=32\n")
+    assert rings_here(place, (0, 1)).notices == [
+        f"{conf} holds for all NCCL jobs here, default NCCL as well"
+    ]
+
+
 def test_a_measured_plan_has_nccls_own_rings_and_files_that_it_loads(monkeypatch, tmp_path, h200):
     faked(monkeypatch, Fake("h200x4-vm"))
     rings, asks = installed(monkeypatch, h200, answer([(0, 2, 1, 3)]))

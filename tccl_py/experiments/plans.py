@@ -32,6 +32,7 @@ from tccl_py.experiments.spec import SIZES
 from tccl_py.experiments.target import Target, read_target, target_of
 from tccl_py.experiments.tuning import COMPARISON_SECONDS, SWEEP_SECONDS, run_tuning
 from tccl_py.experiments.verify import Interrupted, verify_target
+from tccl_py.nccl_conf import HOST_FILE
 from tccl_py.plan.directory import files_of
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
@@ -46,7 +47,6 @@ from tccl_py.sources.profiled import measured_machine
 if TYPE_CHECKING:
     from tccl_py.sources.hosts import HostFacts, Job
 
-_SYSTEM_CONF = Path("/etc/nccl.conf")
 _LONGEST_S, _TUNING_S = 0.1, 90.0
 """Tuning over hosts: the longest call of its jobs, each of which makes a dozen calls of each size,
 and seconds of each comparison."""
@@ -224,8 +224,8 @@ def _noticed(result: Verification) -> Verification:
         notices.append("a dry run over gloo: its rates say nothing about GPUs or NCCL")
     elif mismatch := (why_not_with(result.judged.settings, nccl) if nccl else ""):
         notices.append(f"jobs here get default NCCL instead of the plan: {mismatch}")
-    if cuda and _SYSTEM_CONF.exists():
-        notices.append(f"{_SYSTEM_CONF} holds for all arms, default NCCL as well")
+    if cuda and HOST_FILE.exists():
+        notices.append(f"{HOST_FILE} holds for all arms, default NCCL as well")
     versions = {**result.versions, **({"driver": driver_version()} if cuda else {})}
     return replace(result, versions=versions, notices=tuple(notices))
 
