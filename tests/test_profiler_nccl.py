@@ -326,6 +326,8 @@ def test_what_nccl_refuses_is_named_with_its_link_and_words(stand_in, monkeypatc
         pytest.raises(MeasurementError, match=r"link 0 from h0\.G0"),
     ):
         Checked(session).measure([parse_set(STAGED)])
+    # Two members, made again, and both again by new workers.
+    assert len(list(stand_in.iterdir())) == 8
 
 
 # Planning by it

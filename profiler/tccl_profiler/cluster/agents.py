@@ -323,9 +323,16 @@ class ClusterPool:
             self._make(by_nics)
         for link in missing:
             if link.carrier is not None:
-                self._make([link])
+                sender = [place_named(link.sender).host]
+                try:
+                    self._make([link])
+                except LinkLost:
+                    # The next attempt would fail by what this one's sender has still to say.
+                    with suppress(LinkLost):
+                        self._usable(sender)
+                    raise
                 # Its sender has only begun.
-                self._usable([place_named(link.sender).host])
+                self._usable(sender)
 
     def _variables_of(self, links: Collection[Link]) -> dict[str, str]:
         """Return the variables of NCCL in workers with these links; none without NCCL."""
