@@ -261,6 +261,10 @@ def test_a_plan_has_nccls_choices_by_size_for_default_nccl_and_the_recommended_c
     default = msgspec.structs.replace(plan, winner="default")
     assert nccl_here.with_answers(default, known).sizes == {"default": found.sizes["default"]}
     assert jobs == [2, 2, 1]
+    single = InstalledRings(plan.machine, plan.knowledge, plan.gpus, sizes=nccl_here.SIZES)
+    assert single([plain])
+    assert nccl_here.with_answers(default, single).sizes == {"default": found.sizes["default"]}
+    assert jobs == [2, 2, 1, 1]
     del jobs[1:]
     # More processes than fit are asked one job after another.
     monkeypatch.setattr(asked, "MOST_RANKS", 3)

@@ -282,8 +282,8 @@ def verdict_on(answer: NcclAnswer, text: str, *, where: str) -> Verdict:
 class InstalledRings:
     """Default NCCL's rings under settings: the emulation's choice, corrected by the installed NCCL.
 
-    NCCL is asked once for each choice of settings. Under the first of several, collectives of
-    `sizes` bytes run as well, if that goes well. `notices` tell where the two differ, or why NCCL
+    NCCL is asked once for each choice of settings. Under the first one, collectives of `sizes`
+    bytes run as well, if that goes well. `notices` tell where the two differ, or why NCCL
     was not asked; `able` is whether it can be asked.
     """
 
@@ -321,7 +321,8 @@ class InstalledRings:
         most = max(1, MOST_RANKS // len(self._gpus))
         for at in range(0, len(choices), most):
             part = choices[at : at + most]
-            if len(part) < 2 or not self.able:
+            # A single question can wait until it is needed, unless collectives run with it.
+            if not self.able or (len(part) < 2 and not self._sizes):
                 return
             sizes, self._sizes = self._sizes, ()
             first, other = Question(gpus=self._gpus, sizes=sizes), Question(gpus=self._gpus)
