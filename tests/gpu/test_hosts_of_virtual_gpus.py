@@ -156,7 +156,7 @@ def all_reduce(job, place, folder):
 
 
 def test_verify_runs_a_jobs_rings_over_all_hosts_and_every_sum_is_right(exported):
-    brief = ("--sizes", "1M", "--rounds", "6", "--seconds", "4", "--verbose")
+    brief = ("--choice", "graph", "--sizes", "1M", "--rounds", "6", "--seconds", "4", "--verbose")
     brief += (*PINNED, "--json")
     verified = json.loads(mpirun("verify", exported, *brief, codes=(0, 1)))
     graph = next(arm for arm in verified["arms"] if arm["name"] == "graph")
