@@ -1,5 +1,6 @@
 """The pool and the profiler over the host backend: real processes, real copies."""
 
+import contextlib
 import time
 
 import pytest
@@ -329,6 +330,24 @@ def test_a_session_whose_watch_fails_ends_the_watch_and_the_workers(error, seen,
             raise error
     assert (workers_of(), watch.exits) == (before, 1)
     session.look()
+
+
+@pytest.mark.parametrize("ends_at", [1980, 210])
+def test_what_idle_gpus_do_is_no_change_and_what_they_do_under_load_is(ends_at, monkeypatch):
+    clocks = [210, 1980, 210, ends_at]  # idle, under load, and both again at the end
+
+    def look():
+        return (GpuConditions(gpu=0, sm_mhz=clocks.pop(0)),)
+
+    watch = contextlib.nullcontext(look)
+    monkeypatch.setattr(session_module, "watching", lambda gpus, own_pids: watch)
+    monkeypatch.setattr(
+        session_module, "Pool", lambda backend, *given, **more: Pool("host", *given, **more)
+    )
+    with session_of(backend="cuda") as session:
+        pass
+    fell = [note for note in session.notices if "SM clock fell" in note]
+    assert (len(fell), clocks) == (int(ends_at == 210), [])
 
 
 def test_some_devices_are_measured_and_named_alone_in_a_journal():

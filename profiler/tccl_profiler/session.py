@@ -11,6 +11,7 @@ from tccl_profiler.messages import DeviceSpec
 from tccl_profiler.pool import Memory, Pool
 from tccl_profiler.profiler import Options, Profiler
 from tccl_profiler.watch import Conditions, changes, conditions_note, warmed, warnings, watching
+from tccl_py.errors import MeasurementError
 from tccl_py.model.machine import Fingerprint, Machine
 from tccl_py.model.measurement import Backend, JournalHeader
 from tccl_py.model.transfer import index_of, parse_set
@@ -55,8 +56,7 @@ class Session:
                 # Wake the GPUs up, and warn of what would disturb measurements.
                 look = self._look = stack.enter_context(watching(self._gpus, self.pool.pids))
                 notes = warnings(look(), loaded=False)
-                busy = parse_set(" ".join(f"G{i}->G{i}->C0 C0->G{i}->G{i}" for i in self._gpus))
-                self._before = warmed(look, lambda: self.profiler.exercise(busy))
+                self._before = warmed(look, self._load)
                 self.profiler.note(*notes, *warnings(self._before, loaded=True))
             self._open = stack.pop_all()
         return self
@@ -74,8 +74,18 @@ class Session:
 
     def look(self) -> None:
         """Note changes of the GPUs since the session began."""
-        if self._look is not None:
-            self.profiler.note(*changes(self._before, self._look()))
+        if self._look is None:
+            return
+        found = changes(self._before, self._look())
+        if found:
+            # GPUs that were idle meanwhile lower their clocks and links.
+            with contextlib.suppress(MeasurementError):
+                found = changes(self._before, warmed(self._look, self._load))
+        self.profiler.note(*found)
+
+    def _load(self) -> None:
+        busy = parse_set(" ".join(f"G{i}->G{i}->C0 C0->G{i}->G{i}" for i in self._gpus))
+        self.profiler.exercise(busy)
 
     @property
     def conditions(self) -> str:
