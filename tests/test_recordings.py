@@ -41,6 +41,7 @@ def logs_of(ranks, steps, step, **more):
 
 
 ALL = (0, 1, 2, 3)
+BOTH = ("Send", "Recv")
 
 
 @pytest.mark.parametrize("release", MADE)
@@ -241,12 +242,47 @@ def test_a_cut_log_of_one_rank_leaves_a_workload_with_a_notice(tmp_path):
     assert read(logs, tmp_path).steps > 0
 
 
+@pytest.mark.parametrize("name", ["AlltoAll", "AllReduce"])
+def test_a_rank_without_calls_is_a_rank_of_its_communicator(name, tmp_path):
+    logs = [RankLog(rank, 3) for rank in range(3)] + [RankLog(rank, 2) for rank in range(2)]
+    for number, log in enumerate(logs):
+        if number > 2:
+            log.where = log.where.replace("node", "other")
+            text = "".join(log.lines).replace("node", "other").replace("feed", "f00d")
+            log.lines = [text]
+        for _ in range(5 * (number != 2)):
+            log.call(name, 100)
+    workload = read(logs, tmp_path)
+    assert workload.ranks == 5
+    assert {group for row in workload.rows for group in row.groups} == {(0, 1, 2), (3, 4)}
+
+
+def test_all_to_alls_of_unequal_blocks_on_two_communicators_have_their_largest_ranks(tmp_path):
+    def step(log):
+        log.call("AllReduce", 7)
+        for comm, peers in (("0x10", 4), ("0x20", 2)):
+            blocks = [(name, log.rank + 1, peer) for peer in range(peers) for name in BOTH]
+            log.group(blocks, comm)
+
+    logs = [RankLog(rank, 4) for rank in range(4)]
+    for log in logs:
+        log.split("0x20", (0, 1) if log.rank < 2 else (2, 3))
+        # Numbers of streams differ by rank, so no rank has a call like the largest rank's.
+        log.call("AllReduce", 1, stream=f"0x{5 + log.rank // 2}")
+        for _ in range(5):
+            step(log)
+    sizes = {key[-1]: key[2] for key in calls_of(read(logs, tmp_path)) if key[0] == "all_to_all"}
+    assert sizes == {ALL: 4 * 4 * 4, (0, 1): 2 * 2 * 4, (2, 3): 2 * 4 * 4}
+
+
 @pytest.mark.parametrize(
     "call",
     [
         {"name": "AllReduce", "count": 10**17},
         {"name": "Send", "count": 5, "root": 7},
+        {"name": "Send", "count": 5, "root": -1},
         {"name": "Gather", "count": 5, "root": 9},
+        {"name": "Gather", "count": 5, "root": -3},
     ],
 )
 def test_calls_that_cannot_be_are_refused(call, tmp_path):

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, cast
 
 import numpy as np
@@ -43,7 +43,7 @@ def workload_of(recording: Recording, *, name: str, source: str) -> Workload:
         if communicator.number in used and found < size:
             fault = f"has {found} of the {size} ranks of a communicator"
             raise InputError(where, fault, "give the files of all ranks, of all hosts")
-    ranks, assumed = _numbered(recording, communicators)
+    ranks, assumed = _numbered(recording, communicators, used)
     notices = [*recording.notices, *filter(None, [assumed])]
     calls = {number: np.frombuffer(rank.events, np.uint32) for number, rank in ranks.items()}
     numbers = {rank: number for number, rank in ranks.items()}
@@ -69,13 +69,15 @@ _HOW = "record with NCCL_DEBUG=INFO and NCCL_DEBUG_SUBSYS=INIT,COLL, or by `tccl
 
 
 def _numbered(
-    recording: Recording, communicators: Sequence[RecordedCommunicator]
+    recording: Recording, communicators: Sequence[RecordedCommunicator], used: Set[int]
 ) -> tuple[dict[int, RecordedRank], str]:
     """Return the ranks by their numbers in the job, and a notice if those are assumed."""
     everyone = list(recording.ranks.values())
     if all(rank.number is not None for rank in everyone):
         return {cast(int, rank.number): rank for rank in everyone}, ""
-    everyone = [rank for rank in everyone if rank.events]
+    # A rank without calls counts where others of a communicator have some.
+    members = {rank for on in communicators if on.number in used for rank in on.members.values()}
+    everyone = [rank for rank in everyone if rank.events or rank in members]
     for communicator in communicators:
         if set(communicator.members.values()).issuperset(everyone):
             return dict(communicator.members), ""
@@ -97,12 +99,16 @@ def _use_largest_rank(
         for event in events
     ]
     owner, sizes = np.array(of), np.array([event[0].bytes if event else 0 for event in events])
+    # Events that are made below are in neither of the two.
+    before = dict(calls)
     for communicator in communicators:
         if communicator.number not in of:
             continue
         members = [numbers[rank] for rank in communicator.members.values()]
-        places = [np.flatnonzero(owner[calls[number]] == communicator.number) for number in members]
-        own = [sizes[calls[number][at]] for number, at in zip(members, places, strict=True)]
+        places = [
+            np.flatnonzero(owner[before[number]] == communicator.number) for number in members
+        ]
+        own = [sizes[before[number][at]] for number, at in zip(members, places, strict=True)]
         if len({len(each) for each in own}) > 1:
             continue
         largest = np.maximum.reduce(own)

@@ -37,6 +37,7 @@ MAX_EVENTS = 1_000_000
 COPIED: WorkloadDtype = "int8"
 """The dtype of calls that add nothing up: NCCL sees bytes, and its logs and traces differ in it."""
 TRANSFERRED = frozenset({"all_to_all", "send_recv", "send", "recv"})
+_WITH_PEER = TRANSFERRED - {"all_to_all"}
 REDUCED = frozenset({"all_reduce", "reduce_scatter", "reduce"})
 GRAPHS = (
     "A call that a CUDA graph captured is in NCCL's log once, however often it was replayed: the "
@@ -143,8 +144,10 @@ class Recording:
             fault = f"has more than {MAX_EVENTS} calls that differ"
             require(number < MAX_EVENTS, self.where, fault, "record fewer steps")
             for op in event:
-                fits = op.bytes <= MAX_BYTES and op.peer < self._sizes[op.communicator]
-                fault = f"has a call of {op.bytes} bytes, of rank {op.peer}"
+                least = 0 if op.collective in _WITH_PEER else -1
+                fits = 0 < op.bytes <= MAX_BYTES and least <= op.peer < self._sizes[op.communicator]
+                size = max(-1, min(op.bytes, MAX_BYTES + 1))
+                fault = f"has a call of {size} bytes, of rank {op.peer}"
                 require(fits, self.where, fault, "give the files of one job, unchanged")
         return number
 
