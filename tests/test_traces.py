@@ -141,6 +141,38 @@ def test_a_cut_or_hostile_trace_is_refused_in_one_sentence(tmp_path_factory, cut
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("allreduce", {"In msg nelems": float("inf")}),
+        ("allreduce", {"In msg nelems": -5, "Out msg nelems": -5}),
+        ("allreduce", {"In msg nelems": 10**4299}),
+        ("allreduce", {"Group size": float("inf")}),
+        ("send", {"Dst Rank": float("inf")}),
+        ("send", {"Dst Rank": 1, "In msg nelems": -5}),
+        ("gather", {"Rank": -3}),
+        ("gather", {"Rank": float("inf")}),
+    ],
+)
+def test_calls_of_a_trace_that_cannot_be_are_refused_in_one_sentence(name, values, tmp_path):
+    for rank in range(4):
+        trace = Trace(rank)
+        trace.call(name, 8)
+        trace.events[-1]["args"] |= values
+        trace.write(tmp_path, pack=False)
+    with pytest.raises(InputError) as refused:
+        open_workload([str(tmp_path)])
+    assert len(str(refused.value)) < 500
+
+
+@pytest.mark.parametrize("rank", [-1, float("inf"), 10**30])
+def test_a_trace_of_no_rank_is_refused(rank, tmp_path):
+    Trace(rank).write(tmp_path, pack=False)
+    with pytest.raises(InputError) as refused:
+        open_workload([str(tmp_path)])
+    assert "again" not in str(refused.value)
+
+
 def test_events_nested_too_deep_are_refused(tmp_path):
     path = tmp_path / "t.json"
     path.write_text('{"distributedInfo": {"rank": 0}, "traceEvents": [' + "[" * 200_000)

@@ -69,6 +69,8 @@ _NAMES: dict[str, WorkloadCollective] = {
 _SILENT = ("wait", "init", "coalesc")
 """Names, or parts of them, of events that communicate nothing themselves."""
 _TRANSFERS: dict[str, Side] = {"send": "send", "recv": "recv"}
+_UNREADABLE = (ValueError, KeyError, TypeError, OverflowError)
+"""Errors of values of another form; Python's JSON has infinite numbers."""
 _Args = Mapping[str, Any]
 _ARGUMENTS = (
     "Collective name", "dtype", "In msg nelems", "Out msg nelems", "Group size", "Rank", "Src Rank",
@@ -130,7 +132,7 @@ class _Trace:
                     self._keep(event)
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise InputError(where, f"is cut or damaged ({error})", _WHOLE) from error
-        except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        except (*_UNREADABLE, RecursionError, AttributeError) as error:
             reason = error if isinstance(error, ValueError) else "its events are of another form"
             fault = f"is no trace of PyTorch's profiler ({reason})"
             raise InputError(where, fault[:300], _WHOLE) from error
@@ -197,8 +199,9 @@ def _rank_in(head: str, decoder: json.JSONDecoder) -> int:
 def _add_calls(recording: Recording, trace: _Trace) -> None:
     """Add a trace's calls in the order of their times."""
     where, number = trace.where, trace.rank
-    fits = 0 <= number < MAX_RANKS and number not in recording.ranks
-    require(fits, where, f"is of rank {number} again", "give one trace of each rank")
+    again = " again" * (number in recording.ranks)
+    fits = 0 <= number < MAX_RANKS and not again
+    require(fits, where, f"is of rank {number}{again}", "give one trace of each rank")
     rank = recording.rank(number, (number,), number)
     groups: dict[int, Transfers] = {}
     for made in sorted(trace.calls, key=lambda made: made.time):
@@ -219,7 +222,7 @@ def _add_calls(recording: Recording, trace: _Trace) -> None:
             if on.number in groups:
                 groups[on.number].close()
             event = _event(on, place, name, args, stream)
-        except (ValueError, KeyError, TypeError) as error:
+        except _UNREADABLE as error:
             fault = f"has a call of {name[:40]} that is not understood ({error})"
             raise InputError(where, fault[:300], _WHOLE) from error
         if event is None:
