@@ -144,6 +144,13 @@ def test_bundled_workloads_have_the_parameters_that_their_papers_state():
     assert bytes_of("tensor-parallel-prefill", "all_reduce") == 160 * (32 << 20)
 
 
+def test_groups_of_unlike_sizes_are_shown_with_their_sizes(tmp_path):
+    row = msgspec.structs.replace(ROW, groups=((0, 1), (2, 3, 4), (5, 6)))
+    write_workload(msgspec.structs.replace(WORKLOAD, ranks=7, rows=(row,)), tmp_path / "job.json")
+    shown = CliRunner().invoke(app, ["workload", str(tmp_path / "job.json")])
+    assert "2 x 2 ranks, 1 x 3 ranks" in shown.stdout
+
+
 def test_an_unknown_name_lists_the_bundled_ones():
     with pytest.raises(InputError, match="data-parallel"):
         bundled("no-such")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -78,7 +79,10 @@ def print_workload(console: Console, workload: Workload) -> None:
             row.collective,
             row.dtype,
             size_text(row.bytes),
-            f"{len(row.groups)} x {counted(len(row.groups[0]), 'rank')}",
+            ", ".join(
+                f"{number} x {counted(ranks, 'rank')}"
+                for ranks, number in Counter(map(len, row.groups)).items()
+            ),
             f"{row.calls:.6g}",
             f"{row.bytes * row.calls / 1e6:.3f}",
         )
