@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import networkx as nx
 import numpy as np
 import pytest
@@ -85,6 +86,14 @@ def test_a_pair_without_peer_access_is_told_apart_by_direction():
 def test_only_relabellings_that_keep_the_chosen_gpus_count():
     machine = toy_machine(gpus=4, numa_nodes=2)
     assert automorphisms(machine, gpus=(0, 2, 3)).order == 2
+
+
+def test_names_of_devices_may_have_any_letters():
+    machine = toy_machine(gpus=4, numa_nodes=2)
+    one, *others = (msgspec.structs.replace(gpu, name="RTX™") for gpu in machine.gpus)
+    other = msgspec.structs.replace(one, name="RTX®")
+    for gpus, order in (((one, *others), 8), ((other, *others), 2)):
+        assert automorphisms(msgspec.structs.replace(machine, gpus=gpus)).order == order
 
 
 def test_a_large_group_is_counted_in_full_and_listed_in_part():

@@ -124,7 +124,8 @@ def _refined(graph: nx.Graph, fixed: Sequence[str]) -> dict[str, str]:
     import networkx as nx  # noqa: PLC0415 (slow to import, and few commands look for symmetries)
 
     for node, data in graph.nodes(data=True):
-        data["start"] = (data["colour"], fixed.index(node) if node in fixed else -1)
+        # networkx hashes ASCII alone, and a device's name may have other letters.
+        data["start"] = ascii((data["colour"], fixed.index(node) if node in fixed else -1))
     rounds = nx.weisfeiler_lehman_subgraph_hashes(
         graph, node_attr="start", edge_attr="colour", iterations=_ROUNDS
     )
