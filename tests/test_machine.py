@@ -45,6 +45,8 @@ def first(**changes):
         (changed(numa_nodes=[]), "has no NUMA node"),
         (changed(gpus=lambda g: [g[0], g[0]]), "names device G0 twice"),
         (changed(gpus=first(index=-1)), "has a negative device index"),
+        (changed(gpus=first(index=100_000)), "has device index 100000; at most 99999"),
+        (changed(gpus=first(sm=-5)), ">= 0 - at `$.gpus[0].sm`"),
         (changed(gpus=first(parent="C7")), "G0 hangs from unknown C7"),
         (changed(bridges=first(parent="0000:80:00.0")), "the PCI tree turns"),
         (
@@ -56,6 +58,7 @@ def first(**changes):
         (changed(colour="red"), "Object contains unknown field `colour`"),
         (changed(name=7), "Expected `str`, got `int` - at `$.name`"),
         (changed(nvlinks=[{"source": "G0", "target": "G9", "count": 1}]), "joins G0 and G9"),
+        (changed(nvlinks=[{"source": "G0", "target": "G0", "count": 1}]), "joins G0 and G0"),
         ('{"name": NaN}', "m.json: does not fit the machine format"),
         ('{"x": ' + "[" * 100_000, "m.json: "),
         ("", "m.json: is empty"),

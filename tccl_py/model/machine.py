@@ -16,7 +16,7 @@ import msgspec
 
 from tccl_py.errors import InputError, require
 from tccl_py.files import check_version, encode_json, picked
-from tccl_py.model.transfer import index_of
+from tccl_py.model.transfer import MAX_INDEX, index_of
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -92,7 +92,7 @@ class Gpu(_Numbered, frozen=True, kw_only=True, forbid_unknown_fields=True):
     bus_id: str
     parent: str
     link: PciLink = PciLink()
-    sm: int | None = None
+    sm: Annotated[int, msgspec.Meta(ge=0, le=1000)] | None = None
     name: str = ""
     gdr: bool = False
 
@@ -248,10 +248,11 @@ def check(machine: Machine, *, where: str) -> Machine:
         require(times == 1, where, f"names {kind} {name} twice", "every name is used once")
     _check_tree(machine, where)
     ends = {d.id for d in machine.devices if not isinstance(d, PciBridge | Nic)}
-    right = "both ends are GPUs, NVLink switches or CPUs of this machine"
+    right = "both ends are GPUs, NVLink switches or CPUs of this machine, and differ"
     for nvlink in machine.nvlinks:
+        pair = {nvlink.source, nvlink.target}
         fault = f"an NVLink joins {nvlink.source} and {nvlink.target}"
-        require({nvlink.source, nvlink.target} <= ends, where, fault, right)
+        require(pair <= ends and len(pair) == 2, where, fault, right)
     return machine
 
 
@@ -263,6 +264,8 @@ def _check_counts(machine: Machine, where: str) -> None:
     require(machine.gpus, where, "has no GPU", "a machine to plan for has at least one")
     indices = [device.index for device in (*machine.numa_nodes, *machine.nics, *machine.gpus)]
     require(min(indices) >= 0, where, "has a negative device index", "indices count from 0")
+    fault, right = f"has device index {max(indices)}", f"at most {MAX_INDEX} has a name in flows"
+    require(max(indices) <= MAX_INDEX, where, fault, right)
 
 
 def _check_tree(machine: Machine, where: str) -> None:

@@ -40,6 +40,7 @@ DEFAULT_FIFO_BYTES = 4 * 1024 * 1024  # NCCL_BUFFSIZE's default for the Simple p
 FIFO_SLOTS = 8  # NCCL_STEPS: a FIFO is eight slots of NCCL_BUFFSIZE / 8
 MAX_FIFO_BYTES = 1 << 30
 MAX_BLOCKS = 64  # NCCL's MAXCHANNELS: one block a channel
+MAX_INDEX = 99_999  # The pattern of places has five digits
 
 _PLACE = re.compile(r"(?:(?P<host>[A-Za-z0-9_.-]+)\.)?(?P<kind>[GCDN])(?P<index>0|[1-9][0-9]{0,4})")
 _SHORT = re.compile(r"([0-9]{1,5})([:<]|:C[0-9]{1,5}:)([0-9]{1,5})(?:,(.+))?", re.ASCII)
