@@ -6,6 +6,7 @@ import re
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from tccl_py.errors import InputError
 from tccl_py.experiments.rounds import RunBudget
@@ -410,6 +411,19 @@ def test_the_top_says_of_which_hardware_and_software_the_page_is(tmp_path):
     ):
         assert fact in words
     assert re.search(r"planned: 20[0-9]{2}-[0-9]{2}-[0-9]{2} report by: tccl-py [0-9]", words)
+
+
+def test_an_unknown_speed_of_a_nic_is_not_called_0(tmp_path):
+    contents = read_contents(plan_directory(tmp_path / "plan", "amd-v100"))
+    (nic,) = contents.plan.machine.nics
+    (part,) = contents.plan.cluster.classes
+    machine = structs.replace(part.machine, nics=(structs.replace(nic, speed_mbps=0),))
+    cluster = structs.replace(
+        contents.plan.cluster, classes=(structs.replace(part, machine=machine),)
+    )
+    plan = structs.replace(contents.plan, cluster=cluster)
+    words = Page(report_html(structs.replace(contents, plan=plan))).words
+    assert "1 x speed not reported" in words and "0 Gb/s" not in words
 
 
 def test_default_nccls_ring_is_drawn_beside_the_plans(tmp_path):

@@ -102,7 +102,10 @@ def _about(contents: Contents, nodes: Sequence[NodeView]) -> Iterator[tuple[str,
         yield f"GPUs{of}", f"{gpus}, {gpu_names(machine)}"
         cpus = (" ".join(filter(None, (n.vendor, n.arch))) + _family(n) for n in machine.numa_nodes)
         yield f"NUMA nodes{of}", _counted(cpus)
-        speeds = (f"{nic.speed_mbps / 1000:g} Gb/s" for nic in machine.nics)
+        speeds = (
+            f"{nic.speed_mbps / 1000:g} Gb/s" if nic.speed_mbps else "speed not reported"
+            for nic in machine.nics
+        )
         yield f"NICs{of}", _counted(speeds) or "none"
         if has_stand_ins(plan):
             continue
