@@ -73,6 +73,11 @@ def test_another_host_is_refused():
         Simulator(ASUS).measure([parse_set("G0->G0->h3.G1")])
 
 
+def test_a_way_to_another_host_through_host_memory_is_refused():
+    with pytest.raises(MeasurementError, match="another host"):
+        Simulator(ASUS).measure([parse_set("G0->G0->C0->N0->h1.N1->h1.N1->h1.G0")])
+
+
 @pytest.mark.parametrize(
     ("text", "where", "known"),
     [

@@ -179,7 +179,7 @@ def _keys(
     if transfer.destination.kind == "C":
         keys["destination_root"] = str(transfer.destination)
         if len(flow.transfers) > 1:
-            reader = network.path(str(transfer.destination), str(flow.destination))
+            reader = network.path(str(transfer.destination), _device(network, flow.destination))
             ports = [b for a, b in reader if a in network.roots and b not in network.roots]
             keys["destination_root"] = ports[0]
     return keys
