@@ -419,9 +419,10 @@ class Pair(Keys, kw_only=True):
 
     from_: int = msgspec.field(name="from")
     to: int
-    gbps: float
+    gbps: Annotated[float | None, says("null where it failed")]
     latency_us: Annotated[float | None, says("of models null")]
     via: Annotated[str, says("`direct`, or a NUMA node")]
+    simulated: bool
     dry_run: bool
 
 

@@ -39,6 +39,7 @@ def test_every_ordered_pair_has_the_rate_of_a_direct_write_alone():
             "gbps": rates(BOX, f"{a}:{b}")[0][0],
             "latency_us": None,
             "via": "direct",
+            "simulated": True,
             "dry_run": False,
         }
 
@@ -67,6 +68,7 @@ def test_csv_has_the_rows_of_the_json():
     found = pairs("--simulate", BOX)
     assert [(int(row["from"]), int(row["to"])) for row in rows] == list(found)
     assert [float(row["gbps"]) for row in rows] == [one["gbps"] for one in found.values()]
+    assert {row["simulated"] for row in rows} == {"True"}
 
 
 @pytest.mark.parametrize("columns", ["40", "80"])

@@ -23,8 +23,8 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True, rename={"source": "from", 
     """A GPU writing to another; `via` is `direct`, or the NUMA node of the host memory between.
 
     `gbps` is the bandwidth in GB/s, with all the channels that it takes. `latency_us` is half the
-    time in which 16 bytes arrive and their slot is free again. None is not measured. In a `dry_run`
-    both are of host memory.
+    time in which 16 bytes arrive and their slot is free again. None is not measured. Those of a
+    model are `simulated`. In a `dry_run` both are of host memory.
     """
 
     source: int
@@ -32,6 +32,7 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True, rename={"source": "from", 
     gbps: float | None = None
     latency_us: float | None = None
     via: str
+    simulated: bool
     dry_run: bool = False
 
 
@@ -101,6 +102,7 @@ def all_pairs(
             gbps=rates.get(flow),
             latency_us=_latency_us(rates.get(pings.get(flow, flow)) if pings else None),
             via=str(flow.places[2]) if flow.is_bounce else "direct",
+            simulated=source.simulated,
             dry_run=getattr(source, "dry_run", False),
         )
         for flow in flows
@@ -116,9 +118,10 @@ def _latency_us(gbps: float | None) -> float | None:
 def pairs_csv(pairs: Sequence[Pair]) -> str:
     """Return pairs as CSV with a header line.
 
-    >>> print(pairs_csv([Pair(source=0, target=1, gbps=25.0, via="direct")]), end="")
-    from,to,gbps,latency_us,via,dry_run
-    0,1,25.0,,direct,False
+    >>> pair = Pair(source=0, target=1, gbps=25.0, via="direct", simulated=True)
+    >>> print(pairs_csv([pair]), end="")
+    from,to,gbps,latency_us,via,simulated,dry_run
+    0,1,25.0,,direct,True,False
     """
     text = io.StringIO()
     rows = csv.DictWriter(text, Pair.__struct_encode_fields__, lineterminator="\n")
