@@ -70,7 +70,8 @@ def reading(path: Path) -> Iterator[BufferedReader]:
 
 def missing(path: Path, otherwise: str = "does not exist") -> str:
     """Return whether a path is a link to nothing, or else the other reason, as a clause."""
-    dangling = path.is_symlink() and not path.exists()
+    # Path's methods raise for a name that is too long.
+    dangling = os.path.islink(path) and not os.path.exists(path)  # noqa: PTH110, PTH114
     return "is a symbolic link to nothing" if dangling else otherwise
 
 

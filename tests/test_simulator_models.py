@@ -21,6 +21,7 @@ from tccl_py.simulator.descriptions import (
 )
 from tccl_py.simulator.model import bundled_parameters
 from tccl_py.simulator.source import Simulator
+from tccl_py.sources.opening import open_source
 from tests.toy import toy_machine
 
 TEXT = encode_json(load_bundled("asus-esc8000a-e13p"))
@@ -61,6 +62,21 @@ def test_an_unknown_name_lists_the_right_ones():
         load_bundled("asus")
     assert refused.value.where == "machine 'asus'"
     assert ", ".join(bundled_names()) in refused.value.right
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "x" * 300 + ".json", "/" + "x" * 300])
+def test_a_name_too_long_for_a_file_is_refused_with_a_sentence(name):
+    for opened in (load_machine, open_source):
+        with pytest.raises(InputError, match=r"bundled|does not exist"):
+            opened(name)
+
+
+def test_a_folder_with_the_name_of_a_bundled_model_does_not_hide_the_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "h200x4-vm").mkdir()
+    assert open_source("h200x4-vm").header.machine == "h200x4-vm"
+    with pytest.raises(InputError, match="measurements"):
+        open_source(tmp_path / "h200x4-vm")
 
 
 def test_a_name_is_no_path():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tccl_py.errors import check_type, require
 from tccl_py.model.measurement import JOURNAL_FILE
-from tccl_py.simulator.descriptions import load_machine
+from tccl_py.simulator.descriptions import bundled_names, load_machine
 from tccl_py.simulator.model import MachineModel
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.bench import Bench
@@ -49,7 +50,8 @@ def open_source(
 
     Args:
         machine: a model to simulate (a bundled name, a file, or a MachineModel), a plan's
-            directory, or what `measured_machine` gave; None is this host.
+            directory, or what `measured_machine` gave; None is this host. A bundled name comes
+            before a directory; `Path` names the directory.
         backend, devices: of this host, as `measured_machine` takes them; not beside a machine.
         gpus: indices of the GPUs that sets will name; None is all.
         options: of measurements; not of simulations.
@@ -69,7 +71,9 @@ def open_source(
     simulated = isinstance(machine, (str, Path, MachineModel))
     require(not simulated or options is None, "options", "are of hardware", "leave them out")
     require(simulated or noise == seed == 0, "noise, seed", "are of models", "leave them out")
-    if isinstance(machine, (str, Path)) and Path(machine).is_dir():
+    # A folder here may have the name of a bundled model.
+    is_named = isinstance(machine, str) and machine in bundled_names()
+    if isinstance(machine, (str, Path)) and not is_named and os.path.isdir(machine):  # noqa: PTH112
         given = {"gpus": gpus, "noise, seed": noise or seed, "journal": journal}
         for name, value in given.items():
             require(not value, name, "is beside a plan's directory", "leave it out")
