@@ -546,6 +546,37 @@ def test_a_dry_run_takes_the_place_of_no_verification_on_gpus(place, jobs, monke
     assert before == [(place / name).read_bytes() for name in ("verify.json", "workloads.json")]
 
 
+def files_of(place):
+    return {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
+
+
+def test_a_dry_run_tunes_no_plan_that_jobs_on_gpus_verified(place, jobs, monkeypatch):
+    options = ("verify", place, "--sizes", "4K,64M")
+    fake = jobs(lambda _: 1.0, variables=lambda _: 1.3, noise=0.001)
+    with monkeypatch.context() as on_gpus:
+        on_gpus.setattr(
+            module, "machine_launcher", lambda *of: changed(without_gpus(*of), backend="cuda")
+        )
+        assert tccl(*options).exit_code == 0
+    before = files_of(place)
+    fake.seconds = lambda size, told: (1e-4 + size / 1e10) / (
+        1.4 if told.get("NCCL_BUFFSIZE") == "524288" else 1.0
+    )
+    found = tccl(*options, "--backend", "host", "--tune")
+    assert (found.exit_code, found.stdout) == (2, "")
+    assert "--tune: is a dry run" in found.stderr
+    assert files_of(place) == before
+
+
+def test_a_dry_run_tunes_no_plan_that_was_measured_on_gpus(place, jobs):
+    jobs(lambda _: 1.0)
+    measured = changed(load_plan(place), simulated=False)
+    write_plan(measured, place, models=as_only(load_bundled(NAME)))
+    found = tccl("verify", place, "--sizes", "4K,64M", "--backend", "host", "--tune")
+    assert found.exit_code == 2
+    assert "--tune: is a dry run" in found.stderr
+
+
 @pytest.mark.usefixtures("on_gpus")
 def test_the_communication_of_a_job_decides_for_that_job_alone(place, jobs, tmp_path):
     rows = [("all_reduce", ((0, 1, 2, 3),), 8.0), ("send_recv", ((0, 1), (2, 3)), 1.0)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -133,6 +133,8 @@ def run(
     Tuning a machine's plan ends with its table by message size.
     """
     if tune:
+        if launcher.backend == "host":
+            _check_dry_tuning(plan)
         budget = replace(budget, seconds=min(budget.seconds, COMPARISON_SECONDS))
     by_size = tune and files_of(plan.plan).for_all_jobs
     # Between hosts the first comparison serves the sweep alone: the fewest rounds do.
@@ -174,6 +176,17 @@ def run(
             say(f"interrupted: {state}")
             raise
     return saved
+
+
+def _check_dry_tuning(target: Target) -> None:
+    """Check that tuning in host memory, which rewrites a plan, replaces nothing of GPUs."""
+    plan, of_gpus = target.plan, False
+    with suppress(InputError):
+        verified = Verification.load(target.directory)
+        of_gpus = verified is not None and not verified.dry_run
+    if of_gpus or not (plan.simulated or plan.dry_run):
+        what = f"is a dry run, and {target.directory} is a plan with results of GPUs"
+        raise InputError("`tune`", what, "leave `backend` out, or tune a simulated plan")
 
 
 def _saved(
