@@ -559,8 +559,8 @@ def test_a_dry_run_tunes_no_plan_that_jobs_on_gpus_verified(place, jobs, monkeyp
         )
         assert tccl(*options).exit_code == 0
     before = files_of(place)
-    fake.seconds = lambda size, told: (1e-4 + size / 1e10) / (
-        1.4 if told.get("NCCL_BUFFSIZE") == "524288" else 1.0
+    fake.seconds = lambda size, told: (
+        (1e-4 + size / 1e10) / (1.4 if told.get("NCCL_BUFFSIZE") == "524288" else 1.0)
     )
     found = tccl(*options, "--backend", "host", "--tune")
     assert (found.exit_code, found.stdout) == (2, "")
