@@ -227,6 +227,20 @@ def test_each_host_of_a_job_has_an_index_for_the_plugin(tmp_path):
     assert "NCCL 2.33.1 is newer than 2.32" in said[-1]
 
 
+def test_hosts_named_like_files_of_a_job_get_their_own_graph_files(tmp_path):
+    plan = needing_a_graph(mixed())
+    names = {"gpu2": "path-0", "gpu3": "path-1"}  # Their paths are 1 and 0
+    hosts, ordered = (
+        tuple(msgspec.structs.replace(one, name=names.get(one.name, one.name)) for one in part)
+        for part in (plan.cluster.hosts, plan.hosts)
+    )
+    cluster = msgspec.structs.replace(plan.cluster, hosts=hosts)
+    plan = msgspec.structs.replace(plan, cluster=cluster, hosts=ordered)
+    write_new_plan(plan, tmp_path / "job", {one.name: "{}" for one in cluster.classes})
+    for name, text in nccl_files(plan, tmp_path / "job").items():
+        assert (tmp_path / "job" / "nccl" / name).read_text() == text
+
+
 def test_machines_are_kept_with_the_models_that_rates_come_from(tmp_path):
     plan = mixed()
     model = model_for(FOUR, NOTHING)

@@ -418,7 +418,7 @@ def test_an_installed_plugin_that_does_nothing_is_told(tmp_path, change, word):
         ("gpu0000", lambda job: None, ""),
         ("gpu0002", lambda job: None, "it is missing"),
         ("gpu0000", lambda job: (job / "manifest.json").write_text('{"files": {}}'), "beside"),
-        ("gpu0000", lambda job: (job / "nccl/hosts/path-0.xml").write_text(""), "path-0.xml"),
+        ("gpu0000", lambda job: (job / "nccl/hosts/path-0.graph").write_text(""), "path-0.graph"),
     ],
 )
 def test_the_plugin_of_a_job_over_hosts_is_judged_by_the_index_of_this_host(

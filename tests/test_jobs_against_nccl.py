@@ -143,7 +143,7 @@ def test_the_plugin_gives_a_jobs_files_to_its_whole_communicator_alone(job, vers
     for rank, found in enumerate(run_job(tmp_path / "run", ranks, env, scenario="many")):
         for one in found:
             if one.name in ("world", "later"):
-                assert one.graph.startswith("path-") and one.graph.endswith(".xml")
+                assert one.graph.startswith("path-") and one.graph.endswith(".graph")
                 assert_planned(one, made, rank)
             else:
                 assert one.graph == "" and one.files == []

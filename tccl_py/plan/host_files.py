@@ -170,7 +170,8 @@ class ClusterFiles:
         """
         plan, files, made = self.plan, dict[str, str | bytes](), dict[int, str]()
         for host in plan.hosts if of_job and plan.recommended == "graph" else ():
-            shared = f"path-{host.path}.xml"
+            # No host of this name has its own file there: those end in .xml and .index.
+            shared = f"path-{host.path}.graph"
             if host.path not in made:
                 text = texts[self.graphs[host.name]]
                 part = IndexedSet(gpus=plan.gpus_of(host), file=shared, text=text.encode())
