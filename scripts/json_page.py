@@ -399,9 +399,7 @@ class Measured(Keys, kw_only=True):
     skew_error_us: float | UnsetType | None = UNSET
     overlap: float | UnsetType | None = UNSET
     overlap_at_least: bool | UnsetType = UNSET
-    spread: Annotated[list[float | None] | UnsetType, says("half width of the 95 % interval")] = (
-        UNSET
-    )
+    spread: Annotated[list[float | None] | UnsetType, says("width of the 95 % interval")] = UNSET
     repeats: int | UnsetType = UNSET
     settled: bool | UnsetType = UNSET
     outliers: Any = UNSET

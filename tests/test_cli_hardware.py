@@ -24,6 +24,7 @@ from tccl_py.simulator.source import Simulator
 from tccl_py.sources import opening
 from tccl_py.sources.journal import JournalFile, read_journal
 from tccl_py.sources.profiled import MeasurementOptions, measured_machine, search_options
+from tccl_py.statistics import median_interval
 from tests.planned import SMALL, WRX
 from tests.sessions import PRINT, Fake, measures_by
 
@@ -231,6 +232,18 @@ def test_a_journal_that_has_all_answers_starts_nothing(fake, tmp_path):
     assert (fake.entered, len(fake.asked)) == (1, 3)
     contents = read_journal(path)
     assert (contents.header, len(contents.measurements)) == (fake.header, 3)
+
+
+def test_the_json_has_whole_widths_of_intervals_as_its_page_says(fake, tmp_path):
+    path = tmp_path / "journal.jsonl"
+    result = tccl("measure", "G0->G0->G1", "--journal", path, "--json")
+    (measurements,) = read_journal(path).measurements.values()
+    rate = median_interval(measurements[0].samples_gbps[0])
+    (row,) = json.loads(result.stdout)
+    assert row["spread"] == [pytest.approx((rate.high - rate.low) / rate.middle)]
+    schema = Path(__file__).parent.parent / "docs" / "schemas" / "measure.json"
+    properties = json.loads(schema.read_text())["$defs"]["Measured"]["properties"]
+    assert properties["spread"]["description"] == "width of the 95 % interval"
 
 
 def test_a_journal_of_another_machine_is_refused_by_name_before_anything_starts(fake, tmp_path):
