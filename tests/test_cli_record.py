@@ -115,6 +115,14 @@ def test_a_job_without_nccl_leaves_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("code", [0, 4])
+def test_a_job_that_removes_the_logs_is_told_of_itself(code, tmp_path):
+    script = f"rm -r {shlex.quote(str(tmp_path / 'it.json.logs'))}; exit {code}"
+    done = run("--record", tmp_path / "it.json", "--", "sh", "-c", script)
+    assert done.returncode == (code or 2)
+    assert f"the job ended with code {code} and was not recorded" in done.stderr
+
+
 def test_signals_reach_a_recorded_job(tmp_path):
     words = ["-m", "tccl_py", "run", "--record", tmp_path / "it.json", "--", "sh", "-c"]
     script = f"trap 'exit 9' TERM; touch {tmp_path}/ready; while :; do sleep 0.1; done"

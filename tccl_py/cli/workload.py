@@ -122,8 +122,10 @@ def record_job(command: Sequence[str], environment: Mapping[str, str], output: P
         recorded = open_workload([str(folder)], name=output.stem)
         write_workload(recorded, output)
     except InputError as error:
-        if not any(folder.iterdir()):
+        with suppress(OSError):
+            # It stays where there are logs.
             folder.rmdir()
+        if not folder.is_dir():
             later = "the job's ranks need NCCL_DEBUG_FILE as it is in this environment"
         fault = f"the job ended with code {code} and was not recorded: {error.what}"
         if code:

@@ -91,7 +91,8 @@ def run_job(command: Sequence[str], environment: Mapping[str, str]) -> int:
 
 def recorded_logs(folder: Path) -> list[Path]:
     """Return the logs in a folder (InputError without any)."""
-    logs = sorted(path for path in folder.iterdir() if path.suffix == ".log")
+    with refused(folder, "cannot be read", "leave it to this command until the job has ended"):
+        logs = sorted(path for path in folder.iterdir() if path.suffix == ".log")
     right = "run a job whose ranks use NCCL"
     require(logs, str(folder), "has no log of NCCL", right)
     return logs
