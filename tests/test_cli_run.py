@@ -45,6 +45,26 @@ def test_a_users_variables_stay_and_a_contradiction_disables_the_plan(directory)
     assert "NCCL_SHM_DISABLE" in run(*words, "--", "true", NCCL_SHM_DISABLE="1").stderr
 
 
+def test_lines_of_nccls_files_that_contradict_the_plan_disable_it_and_are_named(
+    directory, tmp_path
+):
+    conf = tmp_path / "nccl.conf"
+    words, own = (directory, "--choice", "graph"), {"NCCL_CONF_FILE": str(conf)}
+    conf.write_text("NCCL_DEBUG=WARN\n")
+    assert "NCCL_GRAPH_FILE" in variables_of(*words, **own)
+    conf.write_text("# mine\nNCCL_SHM_DISABLE=1\n")
+    assert variables_of(*words, **own) == own
+    assert f"NCCL_SHM_DISABLE ({conf}:2)" in run(*words, "--", "true", **own).stderr
+
+
+def test_another_graph_file_of_the_user_disables_the_plan(directory):
+    words, own = (directory, "--choice", "graph"), {"NCCL_GRAPH_FILE": "/mine.xml"}
+    assert variables_of(*words, **own) == own
+    assert "another NCCL_GRAPH_FILE" in run(*words, "--", "true", **own).stderr
+    planned = variables_of(*words)
+    assert variables_of(*words, **planned) == planned
+
+
 def test_a_job_over_other_gpus_than_the_plans_gets_no_graph_file(directory):
     assert "NCCL_GRAPH_FILE" not in variables_of(directory, "--gpus", "0")
 

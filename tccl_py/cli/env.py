@@ -21,6 +21,7 @@ from tccl_py.delivery.placement import prefer_numa_node
 from tccl_py.errors import InputError, require
 from tccl_py.files import picked
 from tccl_py.nccl.settings import env_conflicts, export_lines
+from tccl_py.nccl_conf import settings_of_files
 from tccl_py.plan.chains import CHOICES, ChoiceName
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import plan_in
@@ -31,6 +32,7 @@ VERSION = opt("VERSION", "The job's; if not given, as installed.")
 CHOICE = opt("|".join(CHOICES), "The recommended one if not given.")
 PLUGIN = flag("--plugin", "Load NCCL's plugin: any communicators.")
 FORCE = flag("--force", "Also by the plan of a dry run.")
+GRAPH_VARIABLE = "NCCL_GRAPH_FILE"
 NO_EXECUTABLE, NO_PROGRAM = 126, 127
 """The exit codes of shells for a program that cannot be run, and for one that does not exist."""
 EQUAL_HOSTS = flag("--alike", "GPUs' UUIDs may differ.", envvar=ALIKE_VARIABLE)
@@ -78,8 +80,8 @@ def env(
         if not delivery.disabled:
             print(f"# tccl-py, rates {plan.provenance}")
             print(export_lines(delivery.variables), end="")
-        if "NCCL_GRAPH_FILE" not in delivery.variables:
-            print("unset NCCL_GRAPH_FILE")
+        if GRAPH_VARIABLE not in delivery.variables:
+            print(f"unset {GRAPH_VARIABLE}")
     if delivery.refused:
         raise typer.Exit(ANSWER_IS_NO)
 
@@ -136,10 +138,9 @@ def run(
             notice(f"by the plan's recommendation: {error}")
     _, delivery = _delivery(Path(directory), request, gpus=gpus, choice=choice)
     variables, node = delivery.variables, delivery.numa_id
-    unchecked = plugin or not variables
-    conflicts = () if unchecked else env_conflicts(delivery.settings, os.environ)
+    conflicts = "" if plugin or not variables else _conflicts(delivery)
     if conflicts:
-        notice(f"the plan is disabled, as your environment has another {', '.join(conflicts)}")
+        notice(f"the plan is disabled, as your environment has another {conflicts}")
         variables = {}
     elif node is not None:
         why = prefer_numa_node(node)
@@ -152,6 +153,19 @@ def run(
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     with _startable(words):
         os.execvpe(words[0], words, {**variables, **os.environ})
+
+
+def _conflicts(delivery: Delivery) -> str:
+    """Return the user's variables that contradict what a job gets; those of NCCL's files too."""
+    # Hosts may have other files, and all their ranks need the same variables.
+    given = {**delivery.variables, **os.environ}
+    lines = settings_of_files(given) if "gpus" in delivery.job else {}
+    own = {name: line.value for name, line in lines.items()} | os.environ
+    names = list(env_conflicts(delivery.settings, own))
+    if own.get(GRAPH_VARIABLE) and own[GRAPH_VARIABLE] != delivery.variables.get(GRAPH_VARIABLE):
+        names.append(GRAPH_VARIABLE)
+    places = {name: f" ({lines[name].where})" for name in names if name in lines}
+    return ", ".join(name + places.get(name, "") for name in names)
 
 
 def _record(command: list[str], variables: Mapping[str, str], output: Path) -> NoReturn:
