@@ -8,9 +8,20 @@ from hypothesis import strategies as st
 
 from tccl_py.errors import InputError
 from tccl_py.files import encode_json
-from tccl_py.model.machine import Gpu, Machine, Nic, NumaNode, NvLink, NvSwitch, PciLink
+from tccl_py.model.machine import (
+    Gpu,
+    Knowledge,
+    Machine,
+    Nic,
+    NumaNode,
+    NvLink,
+    NvSwitch,
+    PciLink,
+)
 from tccl_py.nccl.versions import pci_gbps
 from tccl_py.readers.nccl_topology import parse_nccl_topology, read_nccl_topology
+from tccl_py.simulator.descriptions import model_for
+from tccl_py.simulator.model import facts
 from tests.effort import calls_at_most
 from tests.toy import machine_from_json
 
@@ -106,6 +117,20 @@ def test_azure_files_without_gpus_number_them_by_bus_id():
     assert machine.gpu(2).parent == "ffff:ff:01.0"
     assert [nic.bus_id for nic in machine.nics][:2] == ["0101:00:00.0", "0102:00:00.0"]
     assert len(machine.gpus) == len(machine.nics) == 8
+
+
+@pytest.mark.parametrize("name", ["ndv2-topo.xml", "ndv4-topo.xml", "ndv5-topo.xml"])
+def test_files_that_do_not_describe_gpus_are_not_said_to_have_no_nvlinks(name):
+    # These machines have NVLinks, which NCCL adds to the file by the driver.
+    machine = read(name)
+    assert any("no NVLinks" in text for text in Knowledge().assumptions(machine))
+    assert dict(facts(model_for(machine)))["NVLinks"] == "none (assumed)"
+
+
+@pytest.mark.parametrize("name", ["ncv4-topo.xml", "asus-esc8000a-e13p.xml"])
+def test_files_that_describe_gpus_tell_that_there_are_no_nvlinks(name):
+    assert not any("NVLinks" in text for text in Knowledge().assumptions(read(name))[:-1])
+    assert dict(facts(model_for(read(name))))["NVLinks"] == "none"
 
 
 def test_azures_links_from_a_gpu_to_itself_form_no_nvlink():

@@ -198,6 +198,13 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         paths = [{frozenset((end, s.id)) for end in ends} for s in self.nvswitches]
         return frozenset(ends) in linked or any(path <= linked for path in paths)
 
+    @property
+    def nvlinks_unknown(self) -> bool:
+        """Whether a topology file has GPUs by PCI class alone, so that NVLinks may be missing."""
+        # The reader of nvidia-smi, whose text tells NVLinks and no names, invents bus ids.
+        bare = (g.sm is None and not g.name and not g.bus_id.startswith("ffff:") for g in self.gpus)
+        return not self.nvlinks and all(bare)
+
     def numa_of(self, device: str) -> int:
         """Return the index of a device's NUMA node."""
         root = (device, *self.ancestors(device))[-1]
@@ -324,6 +331,14 @@ class Knowledge(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def assumptions(self, machine: Machine) -> tuple[str, ...]:
         """Return what is assumed of a machine's structure, a sentence for each assumption."""
+        nvlinks = (
+            "no NVLinks: the file tells nothing of its GPUs but their places, and NCCL asks the "
+            "driver for their NVLinks (so does `tccl discover` on the machine)"
+        )
+        return (*[nvlinks] * machine.nvlinks_unknown, *self.assumed_p2p(machine))
+
+    def assumed_p2p(self, machine: Machine) -> tuple[str, ...]:
+        """Return a sentence on pairs of GPUs of which nobody said whether they have P2P, or ()."""
         reported = {(f.source, f.target) for f in self.peer_access if f.provenance != "assumed"}
         pairs = [pair for pair in permutations(machine.gpu_indices, 2) if pair not in reported]
         count = sum(not machine.nvlinked(*pair) for pair in pairs)
@@ -338,7 +353,7 @@ class Knowledge(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if p2p is None:
             return self
         fault = f"is for machines whose P2P is not known; that of {machine.name} is"
-        require(self.assumptions(machine), "`p2p`", fault, "leave it out")
+        require(self.assumed_p2p(machine), "`p2p`", fault, "leave it out")
         changes = {"peer_access_default": p2p, "peer_access_provenance": "reported"}
         return msgspec.structs.replace(self, **changes)
 

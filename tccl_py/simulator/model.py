@@ -342,8 +342,8 @@ def facts(model: MachineModel) -> Iterator[tuple[str, str]]:
     yield "Parameters", provenances_text(model)
     yield "GPUs", f"{len(machine.gpus)}: {gpu_names(machine)}"
     yield "NUMA nodes", ", ".join(node.id for node in machine.numa_nodes)
-    yield "NVLinks", ", ".join(links) or "none"
-    guess = " (assumed)" if model.knowledge.assumptions(machine) else ""
+    yield "NVLinks", ", ".join(links) or "none" + " (assumed)" * machine.nvlinks_unknown
+    guess = " (assumed)" if model.knowledge.assumed_p2p(machine) else ""
     yield "Peer access", f"{direct} of {len(pairs)} ordered pairs of GPUs{guess}"
     yield "Contention", "; ".join(rule.name for rule in model.congestion) or "none known"
 
