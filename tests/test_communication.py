@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
@@ -218,6 +219,13 @@ def test_without_a_source_ring_collectives_over_all_gpus_have_the_plans_rates():
     found = predicted_communication(plan, workload(*rows, ranks=8))
     assert [row.collective for row in found.rows] == ["all_gather"]
     assert found.unknown == 0.5
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_what_is_predicted_from_measurements_of_a_dry_run_is_marked(dry_run):
+    plan = replace(plan_of("asus-esc8000a-e13p"), simulated=False, dry_run=dry_run)
+    found = predicted_communication(plan, workload(("all_reduce", 64 << 20, 1), ranks=8))
+    assert ("DRY RUN" in communication_line(found)) == dry_run
 
 
 @pytest.mark.parametrize(

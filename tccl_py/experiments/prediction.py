@@ -20,7 +20,7 @@ from tccl_py.experiments.communication import Communication, communication_of, t
 from tccl_py.experiments.evaluation import Cell
 from tccl_py.experiments.rounds import single
 from tccl_py.experiments.spec import MIB, Row
-from tccl_py.model.measurement import BandwidthSource
+from tccl_py.model.measurement import IN_DRY_RUN, BandwidthSource
 from tccl_py.model.rings import Hop, Ring, neighbours
 from tccl_py.model.transfer import transfer_set
 from tccl_py.nccl.settings import Settings, pinned_level
@@ -77,7 +77,8 @@ def predicted_communication(
     known = {row: count for row, count in calls.items() if row in times["default"]}
     if not known:
         return None
-    basis = plan.provenance if plan.simulated else "predicted from measurements"
+    measured = "predicted from measurements" + IN_DRY_RUN * plan.dry_run
+    basis = plan.provenance if plan.simulated else measured
     return communication_of(workload, known, times, basis=basis)
 
 
