@@ -568,6 +568,23 @@ def test_a_dry_run_tunes_no_plan_that_jobs_on_gpus_verified(place, jobs, monkeyp
     assert files_of(place) == before
 
 
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({"dry_run": True, "assumed": False}, "measured in a DRY RUN"),
+        ({"assumed": True}, "measured, the network assumed"),
+        ({"assumed": False}, "measured"),
+        ({"simulated": True, "assumed": True}, "simulated from assumed values"),
+    ],
+)
+def test_a_prediction_is_marked_as_its_plan_is(place, jobs, changes, kind):
+    jobs(lambda _: 1.0)
+    made = changed(load_plan(place), **{"simulated": False, **changes})
+    write_plan(made, place, models=as_only(load_bundled(NAME)))
+    found = tccl("verify", place, "--sizes", "4K", "--backend", "host")
+    assert f"predicted ({kind})" in " ".join(found.stdout.split())
+
+
 def test_a_dry_run_tunes_no_plan_that_was_measured_on_gpus(place, jobs):
     jobs(lambda _: 1.0)
     measured = changed(load_plan(place), simulated=False)

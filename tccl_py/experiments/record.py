@@ -141,7 +141,8 @@ class Verification(Kept, frozen=True, kw_only=True):
     `again`, whose rows say how far it differs from itself; `raw` each job's seconds per call by
     row, rank and batch. `at_once` jobs ran at the same time, interleaved. Of several hosts,
     `hosts` are names in rank order, `gpus` is empty, and rings have ranks. Predictions of a `tuned`
-    plan are earlier jobs' bandwidths. `workload` is a job's communication, if one was given.
+    plan are earlier jobs' bandwidths, and those of a `dry_plan` are of host memory. `workload` is a
+    job's communication, if one was given.
     """
 
     FILE = "verify.json"
@@ -166,6 +167,7 @@ class Verification(Kept, frozen=True, kw_only=True):
     seconds: float
     at_once: int = 1
     tuned: bool = False
+    dry_plan: bool = False
     tried: tuple[Tried, ...] = ()
     notices: tuple[str, ...] = ()
     format_version: int = 3

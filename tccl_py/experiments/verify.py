@@ -102,6 +102,7 @@ class Judge(NamedTuple):
             machine=plan_name(target.plan),
             **picked(target, "gpus", "hosts"),
             **picked(target.plan, "recommended", "simulated", "assumed", "tuned"),
+            dry_plan=target.plan.dry_run,
             backend=self.launcher.backend,
             arms=tuple(results),
             again=tuple(rounds.table.get(AGAIN, {}).values()),

@@ -130,8 +130,8 @@ def trade_off_lines(result: Verification) -> Iterator[str]:
 def _arm_facts(result: Verification, arm: ArmResult) -> list[str]:
     lines = [f"failed: {arm.failure}"] if arm.failure else []
     if arm.gbps is not None and arm.predicted_gbps:
-        kind = "simulated" if result.simulated else "measured"
-        kind += " from assumed values" if result.assumed else ""
+        kind = mark(**picked(result, "simulated", "assumed"), dry_run=result.dry_plan)
+        kind += ", the network assumed" * (result.assumed and not result.simulated)
         origin = "achieved when it was tuned" if result.tuned else f"predicted ({kind})"
         share = arm.gbps / arm.predicted_gbps
         where = _where(result)
