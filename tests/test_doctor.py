@@ -412,6 +412,18 @@ def test_an_installed_plugin_that_does_nothing_is_told(tmp_path, change, word):
     assert all(word in one.what for one in findings)
 
 
+@pytest.mark.parametrize(("place", "word"), [("/", "missing or was changed"), ("", "not absolute")])
+def test_an_index_outside_of_a_plans_directory_is_judged_as_well(tmp_path, place, word):
+    (tmp_path / "plan").mkdir()
+    write_plan(needing_a_graph(plan_of("amd-v100")), tmp_path / "plan")
+    (tmp_path / "plan" / "nccl" / "plugin.index").rename(tmp_path / "plugin.index")
+    (tmp_path / "plan" / "nccl" / "libnccl-env-tccl.so").touch()
+    write(tmp_path, "etc/nccl.conf", f"{LIBRARY_LINE}TCCL_INDEX={place}plugin.index\n")
+    findings = [one for one in examine(HostState(root=tmp_path)).findings if one.check == "plugin"]
+    (one,) = findings
+    assert word in one.what
+
+
 @pytest.mark.parametrize(
     ("host", "change", "word"),
     [

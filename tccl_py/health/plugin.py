@@ -131,9 +131,9 @@ def _why_not_loadable(path: str) -> str:
 
 def _why_unusable(host: HostState, path: Path) -> str:
     """Return why an index is damaged or stale, as a clause; "" if nothing speaks against it."""
-    data = host.data(str(path), limit=MAX_INDEX_BYTES)
+    data = host.data(str(path), limit=MAX_INDEX_BYTES) if path.is_absolute() else None
     if data is None:
-        return "it is missing"
+        return "it is missing" if path.is_absolute() else "its path is not absolute"
     head, _, body = data.partition(b"digest ")
     written_digest, _, body = body.partition(b"\n")
     if head != INDEX_HEAD and head.startswith(b"tccl-index "):
@@ -144,7 +144,8 @@ def _why_unusable(host: HostState, path: Path) -> str:
         with suppress(OSError):
             if why := why_not_trusted(path):
                 return why
-    recorded, directory = None, path.parents[2 if path.parent.name == HOSTS_FOLDER else 1]
+    above = path.parents[1:][path.parent.name == HOSTS_FOLDER :]
+    recorded, directory = None, above[0] if above else path.parent
     manifest = host.data(str(directory / MANIFEST_FILE), limit=MAX_INDEX_BYTES)
     with suppress(ValueError, KeyError):
         recorded = json.loads(manifest or b"{}")["files"].get(str(path.relative_to(directory)), "")
