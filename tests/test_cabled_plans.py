@@ -2,7 +2,7 @@
 
 import re
 import xml.etree.ElementTree as ET
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 import msgspec
 import pytest
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tccl_py.errors import InputError, SearchError
 from tccl_py.experiments.target import read_target
 from tccl_py.merge.cables import steps_between
+from tccl_py.model.cluster import Cable, Cluster, Host, NodeClass, check_cluster
 from tccl_py.nccl.network import routed
 from tccl_py.nccl.settings import environment
 from tccl_py.plan.directory import write_plan
@@ -24,9 +25,9 @@ from tccl_py.planning.opening_hosts import simulated_cluster
 from tccl_py.planning.planner import make_cluster_plan
 from tccl_py.readers.hosts import HostSlots
 from tccl_py.search.problem import Budget
-from tccl_py.simulator.descriptions import load_bundled
+from tccl_py.simulator.descriptions import load_bundled, load_machine
 from tccl_py.simulator.source import Simulator
-from tests.cables.cases import CLUSTERS, MIRRORED, cluster, hand_made, planned, ring
+from tests.cables.cases import CLUSTERS, MIRRORED, MODEL, cluster, hand_made, planned, ring
 
 
 def graphs(text):
@@ -186,6 +187,43 @@ def test_a_search_under_one_choice_of_settings_keeps_to_a_small_limit_of_sets(mo
 def test_the_bound_of_a_cabled_plan_is_not_below_any_order():
     plan = planned(ring(4), 4)
     assert plan.bound_gbps is None or plan.bound_gbps >= plan.rate_gbps
+
+
+def of_classes(models, cables):
+    """Plan for hosts of a class each, with cables (host, NICs, host, NICs)."""
+    kinds = [
+        NodeClass(name=f"class{n}", machine=model.machine, knowledge=model.knowledge)
+        for n, model in enumerate(models)
+    ]
+    made = Cluster(
+        hosts=tuple(Host(name=f"spark{n}", node_class=n, slots=1) for n in range(len(kinds))),
+        classes=tuple(kinds),
+        cables=tuple(Cable.between(f"spark{a}", x, f"spark{b}", y) for a, x, b, y in cables),
+    )
+    return make_cluster_plan(check_cluster(made, where="cluster"), list(map(Simulator, models)))
+
+
+def test_nccls_own_rings_under_the_variables_take_every_nic_that_these_name():
+    # One list of NICs holds for all hosts: the last has no cable at two of them.
+    plan = of_classes([MODEL] * 3, [(0, (0, 2), 1, (1, 3)), (1, (0,), 2, (1,)), (2, (0,), 0, (1,))])
+    variables = plan.choices["variables"]
+    assert "roceP2p1s0f0:1" in variables.settings.ib_hca
+    assert variables.rate_gbps is None
+    assert variables.note == "NCCL would connect spark1 N2 and spark2 N2, which no cable joins"
+    assert plan.recommended == "graph"
+
+
+def test_default_nccl_has_no_rate_where_hosts_of_any_class_have_nics_without_cable(tmp_path):
+    text = (Path(__file__).parent / "cables" / "host.xml").read_text()
+    # The first card of two.
+    (tmp_path / "host.xml").write_text(
+        re.sub(r'<pci busid="0000:02.*?</pci>', "", text, flags=re.S)
+    )
+    small = load_machine(str(tmp_path / "host.xml"))
+    for models in ((small, MODEL), (MODEL, small)):
+        plan = of_classes(models, [(0, (nic,), 1, (nic,)) for nic in range(2)])
+        assert plan.choices["default"].rate_gbps is None
+        assert plan.recommended == "variables"
 
 
 def test_what_nccl_cannot_do_over_cables_is_told():

@@ -10,7 +10,7 @@ import msgspec
 
 from tccl_py.merge.cables import steps_between
 from tccl_py.model.cluster import Cluster, cabled_nics
-from tccl_py.nccl.graph_search import DefaultChain
+from tccl_py.nccl.graph_search import DefaultChain, default_choice_or_sys
 from tccl_py.nccl.network import NicPair, routed
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.plan.chains import PlanChoice
@@ -49,25 +49,53 @@ def choices_along_cables(
     settings: Settings,
 ) -> tuple[PlanChoice, PlanChoice]:
     """Return default NCCL, and its own rings with the variables of a plan's settings."""
-    default = _rated(default, cluster, nodes, subnet_routing=False)
-    if default.settings.ib_hca or default.settings.socket_ifname:
+    own = [node.stock.chains for node in nodes]
+    default = _rated(default, cluster, nodes, own, subnet_routing=False)
+    if any(map(_excluded, nodes)):
         note = "NCCL takes NICs too that lead to no host of the job"
         default = msgspec.structs.replace(default, rate_gbps=None, note=note)
     changes = {name: getattr(settings, name) for name in _CABLED_SETTINGS}
     under = msgspec.structs.replace(variables.settings, **changes)
-    variables = _rated(variables, cluster, nodes, subnet_routing=True)
+    own = [_chains_under(node, settings) for node in nodes]
+    variables = _rated(variables, cluster, nodes, own, subnet_routing=True)
     return default, msgspec.structs.replace(variables, settings=under)
 
 
+def _excluded(node: ClassRates) -> set[str]:
+    """Return the names of a class's NICs without a cable, which its own chains leave out."""
+    own, nics = node.kept.default_settings, node.node_class.machine.nics
+    excludes = own.ib_hca or own.socket_ifname
+    return {nic.name for nic in nics if nic.index not in node.nics} if excludes else set()
+
+
+def _chains_under(node: ClassRates, settings: Settings) -> Sequence[DefaultChain]:
+    """Return NCCL's own chains on a host of a class with the NICs that settings name.
+
+    One list holds for all hosts: a NIC with a cable on one may have none on another.
+    """
+    names = {name.partition(":")[0] for name in (*settings.ib_hca, *settings.socket_ifname)}
+    if names.isdisjoint(_excluded(node)):
+        return node.stock.chains
+    named = {"ib_hca": settings.ib_hca, "socket_ifname": settings.socket_ifname}
+    under = msgspec.structs.replace(node.stock.settings, **named)
+    return default_choice_or_sys(node.view(under), nodes=2).chains
+
+
 def _rated(
-    choice: PlanChoice, cluster: Cluster, nodes: Sequence[ClassRates], *, subnet_routing: bool
+    choice: PlanChoice,
+    cluster: Cluster,
+    nodes: Sequence[ClassRates],
+    own: Sequence[Sequence[DefaultChain]],
+    *,
+    subnet_routing: bool,
 ) -> PlanChoice:
     """Return NCCL's own rings over hosts in the order given, with the rate that cables let them.
 
-    The rate is None, with a note, where NCCL would connect functions that no cable joins.
+    `own` are its chains on hosts of each class. The rate is None, with a note, where NCCL would
+    connect functions that no cable joins.
     """
     try:
-        chains = [nodes[host.node_class].stock.chains for host in cluster.hosts]
+        chains = [own[host.node_class] for host in cluster.hosts]
         used = own_pairs(cluster, chains, subnet_routing=subnet_routing)
     except _NoCableError as error:
         return msgspec.structs.replace(choice, rate_gbps=None, note=str(error))
