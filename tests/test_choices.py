@@ -1,6 +1,8 @@
 """Default NCCL, variables alone and a graph file: what each is worth, and which is recommended."""
 
 import json
+from itertools import permutations
+from math import inf
 
 import msgspec
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
-from tccl_py.model.machine import Knowledge
+from tccl_py.model.machine import Knowledge, NvLink
 from tccl_py.model.rings import ring_like, ring_set
 from tccl_py.nccl.graph_search import default_choice
 from tccl_py.nccl.settings import Settings, environment
@@ -18,14 +20,18 @@ from tccl_py.nccl.view import view
 from tccl_py.plan.chains import AS_GOOD, CHOICES, condensed
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.text import summary
+from tccl_py.planning.choices import own_gbps
 from tccl_py.planning.planner import make_plan
+from tccl_py.planning.request import Task
 from tccl_py.readers.nccl_topology import read_nccl_topology
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled, model_for
 from tccl_py.simulator.source import Simulator
+from tccl_py.sources.bench import bench_of
 from tests.nccl_cases import CASES
 from tests.planned import ASUS, FEW, FOUR_GPUS, PCIE, SMALL, plan_of
 from tests.test_reference_plans import PLANS
+from tests.toy import toy_machine
 
 RECOMMENDED = {
     "amd-v100": "variables",
@@ -107,6 +113,27 @@ def test_default_nccl_that_would_go_over_nics_is_not_rated_and_no_gain_is_claime
     assert plan.gain(plan.recommended) is None
     assert "default NCCL" not in plan.advice
     assert environment(plan.job_settings)["NCCL_NET_DISABLE_INTRA"] == "1"
+
+
+def test_default_nccl_that_goes_through_another_gpu_is_not_rated_and_stays():
+    # GPUs 1 and 2 have NVLink to GPU 0 alone, and no P2P.
+    knowledge = Knowledge(peer_access_default=False, peer_access_provenance="reported")
+    ends = permutations(("G0", "G1", "G2"), 2)
+    links = tuple(NvLink(source=a, target=b, count=1) for a, b in ends if "G0" in (a, b))
+    machine = msgspec.structs.replace(toy_machine(gpus=3, numa_nodes=2), nvlinks=links)
+    source = Simulator(msgspec.structs.replace(model_for(machine), knowledge=knowledge))
+    plan = make_plan(machine, knowledge, source, budget=FEW)
+    assert "through the memory of another" in plan.stock.note
+    assert (plan.stock.rate_gbps, plan.recommended) == (None, "default")
+    # Neither does any set of GPUs gain over it.
+    task = Task(
+        machine=machine,
+        knowledge=knowledge,
+        source=bench_of(source),
+        gpus=(0, 1, 2),
+        version="2.30",
+    )
+    assert own_gbps(task, Settings()) == inf
 
 
 def test_the_json_has_what_scripts_rely_on():

@@ -59,7 +59,8 @@ def hop_space(topo: NcclView, *, rings_in_set: int = 1) -> HopSpace:
 
     The space is empty where NCCL would send any pair over NICs: it may then cut the node in parts.
     Every hop is moved by the final channels' blocks, shared evenly by the rings of a set. With
-    placement a bounce has a hop for each NUMA node, the sender's own first.
+    placement a bounce has a hop for each NUMA node, the sender's own first. Pairs that NCCL joins
+    through the memory of a GPU between, as they have no P2P, have no hop: no source measures that.
     """
     settings = check_settings(topo.settings)
     require(rings_in_set >= 1, "rings_in_set", f"is {rings_in_set}", "a set has at least one ring")
@@ -68,6 +69,8 @@ def hop_space(topo: NcclView, *, rings_in_set: int = 1) -> HopSpace:
     hops = {}
     for pair in permutations(topo.gpus, 2) if not topo.by_network else ():
         kind = pair_mechanism(topo, *pair)
+        if kind in ("write", "read") and not topo.knowledge.can_access(topo.machine, *pair):
+            continue
         hops[pair] = tuple(
             Hop(*pair, mechanism_flow(topo, kind, *pair, blocks=blocks, node=node))
             for node in _nodes(topo, kind, pair[0])

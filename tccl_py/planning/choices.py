@@ -275,8 +275,9 @@ def _default(task: Task, settings: Settings) -> tuple[Stock | None, str]:
     try:
         note = SIMPLE_ORDER if nccl.fallback else ""
         return rated_stock(task, settings, nccl, well=True), note
-    except SearchError as error:
-        return None, unknown.format(*min(by_network)) if by_network else f"not rated: {error}"
+    except SearchError:
+        relayed = "NCCL joins GPUs through the memory of another one, at a rate that is not known"
+        return None, unknown.format(*min(by_network)) if by_network else relayed
 
 
 def by_mechanisms(task: Task, _: Stock | None) -> Iterator[Stock]:
@@ -344,7 +345,8 @@ def rated_stock(
 def own_gbps(task: Task, settings: Settings) -> float:
     """Return the bandwidth of NCCL's own rings under settings.
 
-    It is 0.0 where they cannot be rated, and infinite where no further set may be measured.
+    It is 0.0 where they cannot be rated, and infinite where no further set may be measured, or
+    where they pass the memory of another GPU, by NVLink, at a rate that is not known.
     """
     if not task.source.has_time():
         return inf
@@ -352,7 +354,9 @@ def own_gbps(task: Task, settings: Settings) -> float:
         return rated_stock(task, settings, task.own_choice(settings)).rate_gbps
     except BudgetSpentError:
         return inf
-    except (SearchError, MeasurementError):
+    except SearchError:
+        return 0.0 if task.view(settings).by_network else inf
+    except MeasurementError:
         return 0.0
 
 

@@ -172,7 +172,10 @@ class OneHost:
             Alternative(rings_in_set=len(choice.orders), **picked(choice, "settings", "rate_gbps"))
             for choice in searched
         )
-        return msgspec.structs.replace(plan, alternatives=tuple(alternatives))
+        # Over NVLink through another GPU default NCCL may be faster than what has a rate.
+        relays = rated.default is None and not task.view(task.default_settings).by_network
+        winner = "default" if relays else None
+        return msgspec.structs.replace(plan, alternatives=tuple(alternatives), winner=winner)
 
     def with_parts(self, plan: Plan) -> Iterator[Plan]:
         """Yield the plan with the machine's limit, then with rings for smaller sets of GPUs."""
