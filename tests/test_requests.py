@@ -35,3 +35,10 @@ def test_a_request_is_checked_when_it_is_made_and_does_not_change():
         PlanRequest(target=2.0)
     with pytest.raises(AttributeError):
         PlanRequest().nodes = 2
+
+
+def test_a_host_of_one_rank_is_told_that_a_ring_joins_two_gpus(tmp_path):
+    words = ["plan", str(tmp_path / "plan"), "--simulate", "amd-3090", "--hosts", "solo:1"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2
+    assert "host solo: has 1 GPU to plan for; a ring joins 2 or more" in result.output

@@ -49,7 +49,7 @@ def choices_along_cables(
     settings: Settings,
 ) -> tuple[PlanChoice, PlanChoice]:
     """Return default NCCL, and its own rings with the variables of a plan's settings."""
-    own = [node.stock.chains for node in nodes]
+    own: list[Sequence[DefaultChain]] = [node.stock.chains for node in nodes]
     default = _rated(default, cluster, nodes, own, subnet_routing=False)
     if any(map(_excluded, nodes)):
         note = "NCCL takes NICs too that lead to no host of the job"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tccl_py.errors import BudgetSpentError, InputError, check_type, require
+from tccl_py.errors import BudgetSpentError, InputError, check_type, counted, require
 from tccl_py.files import picked
 from tccl_py.model.cluster import Cluster, single_host
 from tccl_py.model.machine import Knowledge, Machine
@@ -117,6 +117,8 @@ class OneHost:
         if source is None:
             fault, right = "has no source", "give one that measures its GPUs"
             raise InputError(f"host {cluster.names[0]}", fault, right)
+        few = f"has {counted(len(gpus[0]), 'GPU')} to plan for"
+        require(len(gpus[0]) > 1, f"host {cluster.names[0]}", few, "a ring joins 2 or more")
         counts = request.ring_counts or (RING_COUNTS if len(gpus[0]) <= 8 else FEW_RING_COUNTS)
         more: dict[str, Any] = {"ring_counts": counts, "placement": True}
         more |= {"own_rings": own_rings, "reporter": reporter}
