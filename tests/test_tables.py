@@ -130,6 +130,8 @@ def test_a_table_answers_as_the_search_did_and_nothing_else(tmp_path):
         ({"gpus": (0, 7)}, "does not fit"),
         ({"nics": (9,)}, "does not fit"),
         ({"hops": ()}, "does not fit"),
+        ({"nics": ()}, "does not fit"),
+        ({"answers": ()}, "does not fit"),
         ({"node_class": "other"}, "is of class"),
     ],
 )

@@ -229,7 +229,9 @@ def _checked(table: KeptTable, classes: Mapping[str, NodeClass], where: str) -> 
         raise InputError(where, f"is of class {shown(table.node_class)}", AGAIN)
     machine = classes[table.node_class].machine
     available = set(machine.gpu_indices), {nic.index for nic in machine.nics}
-    fits = table.gpus and set(table.gpus) <= available[0] and set(table.nics) <= available[1]
+    fits = table.gpus and set(table.gpus) <= available[0]
+    fits = fits and table.nics and set(table.nics) <= available[1]
+    fits = fits and any(answer.best and answer.chosen for answer in table.answers)
     for settings in table.settings:
         check_settings(settings)
     for answer in table.answers:
