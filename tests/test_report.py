@@ -373,6 +373,42 @@ def test_achieved_rates_are_shown_where_they_were_verified(tmp_path):
     assert "verify.json is left out" in page_of(place).words
 
 
+def test_findings_that_do_not_fit_together_are_left_out_with_the_reason(tmp_path):
+    place = plan_directory(tmp_path / "plan", SMALL)
+    plan, jobs = load_plan(place), FakeJobs(by_plan(lambda _: 1.0))
+    found = run_verification(plan, place, dry_run(plan, jobs), RunBudget(sizes=(4096, 1 << 26)))
+    default, graph = found.arms
+    row, *others = graph.rows
+    negative, untimed = structs.replace(row, bytes=-1), "has rows without times or devices"
+    for changes, reason in (
+        ({"arms": ()}, "lacks an arm"),
+        ({"arms": (graph,), "winner": "graph", "chosen": "graph"}, "lacks an arm"),
+        ({"winner": "variables"}, "lacks an arm"),
+        (
+            {"arms": (default, structs.replace(graph, rows=(*others,)))},
+            "has arms of different sizes",
+        ),
+        *(
+            ({"arms": (default, structs.replace(graph, rows=(changed, *others)))}, untimed)
+            for changed in (structs.replace(row, seconds=()), structs.replace(row, seconds=(0.0,)))
+        ),
+        ({"arms": (default, structs.replace(graph, transfers=(negative,)))}, untimed),
+        ({"devices": ()}, untimed),
+    ):
+        structs.replace(found, backend="cuda", **changes).keep(place)
+        assert f"verify.json is left out: it {reason}" in page_of(place).words
+    (ring,) = explanation("").rings
+    for changed in (
+        structs.replace(ring, rings=0),
+        *(
+            structs.replace(ring, findings=(structs.replace(ring.findings[0], **change),))
+            for change in ({"flows": ()}, {"each_gbps": ()}, {"each_alone_gbps": (1.0, 2.0)})
+        ),
+    ):
+        structs.replace(explanation(""), rings=(changed,)).keep(place)
+        assert "explanation.json is left out" in page_of(place).words
+
+
 def test_a_damaged_journal_is_refused_by_its_line(tmp_path):
     place = plan_directory(tmp_path / "plan", SMALL)
     with (place / "measurements.jsonl").open("a") as file:

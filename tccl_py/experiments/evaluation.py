@@ -101,6 +101,10 @@ class Evaluation(Kept, frozen=True, kw_only=True):
         """Return whether jobs ran over gloo."""
         return self.backend == "host" and not self.simulated
 
+    def fault(self) -> str:
+        """Return what makes it no evaluation."""
+        return "has a ratio below 0" * any(cell.compared.ratio < 0 for cell in self.cells)
+
     def summary(self, arm: ChoiceName, collective: str | None = None) -> Summary | None:
         """Return the ratios of an arm, of one collective or of all; None without any."""
         ratios = [

@@ -172,6 +172,17 @@ class Verification(Kept, frozen=True, kw_only=True):
     notices: tuple[str, ...] = ()
     format_version: int = 3
 
+    def fault(self) -> str:
+        """Return what makes it no verification: missing arms, or unlike or untimed rows."""
+        names = [arm.name for arm in self.arms]
+        if names[:1] != ["default"] or not {self.winner, self.chosen}.issubset(names):
+            return "lacks an arm"
+        rows = [row for arm in self.arms for row in (*arm.rows, *arm.transfers)]
+        if len({tuple(row.bytes for row in arm.sizes) for arm in self.arms if arm.sizes}) > 1:
+            return "has arms of different sizes"
+        timed = all(row.bytes >= 0 and min(row.seconds, default=0) > 0 for row in rows)
+        return "" if timed and (self.devices or not rows) else "has rows without times or devices"
+
     def arm(self, name: ChoiceName) -> ArmResult | None:
         """Return the result of a choice; None if it was not compared."""
         return next((arm for arm in self.arms if arm.name == name), None)

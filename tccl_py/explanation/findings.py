@@ -119,6 +119,14 @@ class Explanation(Kept, frozen=True, kw_only=True):
         """The basis of the rates, as `measured` or `simulated from assumed values`."""
         return mark(simulated=self.simulated, assumed=self.assumed, dry_run=self.dry_run)
 
+    def fault(self) -> str:
+        """Return what makes it no explanation: findings without a rate of each flow."""
+        findings = [*self.pitfalls, *(one for ring in self.rings for one in ring.findings)]
+        rates = ((one.flows, one.each_gbps, one.each_alone_gbps) for one in findings)
+        fits = all(len(flows) == len(each) == len(alone) > 0 for flows, each, alone in rates)
+        fits &= all(ring.rings > 0 for ring in self.rings)
+        return "" if fits else "has a finding without a rate of each flow, or no ring"
+
     def paragraphs(self) -> Iterator[str | tuple[Finding, ...]]:
         """Yield lines on each set of rings and on pitfalls, and the findings below the lines."""
         for ring in self.rings:

@@ -110,6 +110,10 @@ class Kept(_Head, frozen=True, forbid_unknown_fields=True):
         """Whether it is of host memory in the place of GPUs."""
         return False
 
+    def fault(self) -> str:
+        """Return what makes the content of a file no finding, as a clause; "" if nothing does."""
+        return ""
+
     def gives_way(self, directory: Path) -> bool:
         """Return whether it is of a dry run, and a plan's directory has the same of GPUs."""
         with suppress(InputError):
