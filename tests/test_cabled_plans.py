@@ -226,6 +226,14 @@ def test_default_nccl_has_no_rate_where_hosts_of_any_class_have_nics_without_cab
         assert plan.recommended == "variables"
 
 
+def test_rings_over_the_same_gpus_are_rated_by_the_nics_of_each_planned_chain():
+    plan, source = planned(ring(), ring_counts=(2,)), Simulator(MODEL)
+    ends = {(c.entry_nic, c.exit_nic) for host in plan.hosts for c in plan.paths[host.path].chains}
+    assert len(set(plan.orders)) == 1 and len(ends) == 2
+    for rings in (plan.orders, plan.channel_rings):
+        assert plan.rate(rings, source=source) == pytest.approx(plan.rate_gbps)
+
+
 def test_what_nccl_cannot_do_over_cables_is_told():
     (reasons,) = planned(ring()).notices
     assert all(name in reasons for name in environment(planned(ring()).settings))

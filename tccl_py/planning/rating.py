@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import closing, suppress
 from itertools import islice
@@ -30,25 +31,45 @@ from tccl_py.sources.journal import JournalFile
 if TYPE_CHECKING:
     from tccl_py.plan.plan import Sources
 
+_Like = tuple[Order, PlanChain]
+"""An order of GPUs, and the planned chain that it is like."""
+
 
 def rate_of_rings(plan: Plan, rings: Orders, settings: Settings | None, source: Sources) -> float:
     """Return the bandwidth of a set of rings, GB/s; see `Plan.rate`."""
     check_type(settings, "settings", Settings, type(None))
     settings = plan.settings if settings is None else check_settings(settings)
-    orders = condensed(_orders(rings))
-    chains = zip(*(_chains(plan, order) for order in orders), strict=True)
+    parts = zip(*(_chains(plan, order) for order in _orders(rings)), strict=True)
+    numbers = [host.path for host in plan.hosts]
+    like = [_like(plan.paths[path], part) for path, part in zip(numbers, parts, strict=True)]
+    # Rings are equal if they are on all hosts.
+    chains = zip(*condensed(list(zip(*like, strict=True))), strict=True)
     sources = benches_of(plan, source)
-    hosts = dict.fromkeys(zip((host.path for host in plan.hosts), chains, strict=True))
+    hosts = dict.fromkeys(zip(numbers, chains, strict=True))
     # Orders over several hosts are as fast as the slowest host lets them be.
     return min(
-        _rate_on_host(plan, plan.paths[path], orders, settings, sources) for path, orders in hosts
+        _rate_on_host(plan, plan.paths[path], chains, settings, sources) for path, chains in hosts
     )
+
+
+def _like(path: HostPath, orders: Sequence[Order]) -> list[_Like]:
+    """Return GPU orders on a host, each with the planned chain whose NICs it takes.
+
+    Chains over the same GPUs, which may differ in NICs, are taken in turn, others by their number.
+    """
+    turns, like = Counter[Order](), list[_Like]()
+    for number, gpus in enumerate(orders):
+        planned = [chain for chain in path.chains if chain.gpus == gpus]
+        chains, at = (planned, turns[gpus]) if planned else (path.chains, number)
+        like.append((gpus, chains[at % len(chains)]))
+        turns[gpus] += 1
+    return like
 
 
 def _rate_on_host(
     plan: Plan,
     path: HostPath,
-    orders: Sequence[Order],
+    orders: Sequence[_Like],
     settings: Settings,
     sources: Sequence[BandwidthSource],
 ) -> float:
@@ -58,13 +79,11 @@ def _rate_on_host(
     right = f"settings that end in {counted(channels, 'channel')} take a number that divides it"
     require(channels % len(orders) == 0, "rings", fault, right)
     space = path_space(plan, path, settings, len(orders))
-    planned = {chain.gpus: chain for chain in path.chains}
     rings = []
-    for number, gpus in enumerate(orders):
-        chain = path.chains[number % len(path.chains)]
+    for gpus, chain in orders:
         # Planned chains keep their mechanisms, and others enter and leave by the same NICs.
-        if gpus in planned:
-            rings.append(ring_like(space, planned[gpus].ring))
+        if gpus == chain.gpus:
+            rings.append(ring_like(space, chain.ring))
         else:
             outside = [hop.source for hop in chain.hops if hop.source == WORLD]
             rings.append(ring_like(_by_nics(space, chain), (*outside, *gpus)))
