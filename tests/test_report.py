@@ -498,6 +498,15 @@ def test_equal_rates_are_a_sentence_and_no_map(tmp_path):
     assert "All the same: " in page.words
 
 
+def test_rates_that_the_table_below_tells_apart_are_not_called_the_same(tmp_path):
+    contents = read_contents(plan_directory(tmp_path / "plan", SMALL))
+    pairs = itertools.permutations(range(4), 2)
+    near = journal(*((f"G{a}->G{a}->G{b}", 0.78 if a else 0.80) for a, b in pairs))
+    recorded = structs.replace(contents.journal, measurements=near)
+    words = Page(report_html(structs.replace(contents, journal=recorded, pairs={}))).words
+    assert "0.78" in words and "0.80" in words and "All the same" not in words
+
+
 def test_loads_of_links_are_the_sums_of_the_flows_that_cross_them():
     machine = toy_machine(gpus=4, numa_nodes=2, per_switch=2)
     flows = ["G0->G0->G1", "G0->G0->G2", "G3->G3->C0->G1->G1"]
