@@ -177,6 +177,17 @@ def test_a_difference_names_what_changed_alone(tmp_path):
         plan.write(tmp_path / "plan")
 
 
+def test_a_difference_in_settings_of_either_choice_is_named():
+    plan = plan_of(SMALL)
+    settings = msgspec.structs.replace(plan.settings, channels=2 * plan.settings.channels)
+    more = msgspec.structs.replace(plan, settings=settings)
+    assert list(tccl_py.diff(plan, more)) == ["channels"]
+    settings = msgspec.structs.replace(plan.variables.settings, buffsize=1 << 20)
+    variables = msgspec.structs.replace(plan.variables, settings=settings)
+    other = msgspec.structs.replace(plan, variables=variables)
+    assert tccl_py.diff(plan, other) == {"variables": ({}, {"NCCL_BUFFSIZE": str(1 << 20)})}
+
+
 def test_a_plan_writes_what_the_command_writes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert CliRunner().invoke(app, ["plan", "command", "--simulate", SMALL]).exit_code == 0

@@ -331,6 +331,8 @@ def diff(plan: Plan, other: Plan) -> dict[str, tuple[Any, Any]]:
             "default_gbps": of.stock.rate_gbps,
             "variables_gbps": of.variables.rate_gbps,
             "environment": environment(of.settings),
+            "channels": of.settings.channels,
+            "variables": environment(of.variables.settings),
         }
 
     first, two = facts(plan), facts(other)
