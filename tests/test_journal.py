@@ -8,6 +8,7 @@ from tccl_py.model.measurement import BandwidthSource, JournalHeader, Measuremen
 from tccl_py.model.transfer import parse_set
 from tccl_py.sources.bench import Bench
 from tccl_py.sources.journal import JournalFile, read_journal
+from tccl_py.sources.opening import open_source
 
 HEADER = JournalHeader(machine="toy", identity="model 1", simulated=True)
 ONE, TWO = parse_set("G0->G0->G1"), parse_set("G1->G1->G0")
@@ -51,6 +52,19 @@ def test_a_torn_last_line_is_dropped_with_a_notice_and_measured_again(tmp_path):
         journal.measure([ONE, TWO])
     assert source.calls == [str(ONE), str(TWO), str(TWO)]
     assert len(read_journal(path).measurements) == 2
+
+
+def test_a_journal_that_can_only_be_read_answers_for_its_own_machine_alone(tmp_path, monkeypatch):
+    path = tmp_path / "m.jsonl"
+    with open_source("amd-v100", journal=path) as source:
+        source.measure("0:1")
+    monkeypatch.setattr("tccl_py.sources.bench.os.access", lambda *_: False)
+    same, other = open_source("amd-v100"), open_source("intel-v100")
+    same.keep_in(path, optional=True)
+    same.measure("0:1")
+    assert same.times_measured == 0
+    with pytest.raises(InputError, match=r"belongs to machine amd-v100 .*, not to .*intel-v100"):
+        other.keep_in(path, optional=True)
 
 
 @pytest.mark.parametrize("simulated", [True, False])

@@ -32,7 +32,7 @@ from tccl_py.model.measurement import (
 )
 from tccl_py.model.transfer import TransferSet
 from tccl_py.simulator.model import MachineModel
-from tccl_py.sources.journal import JournalContents, JournalFile, read_journal
+from tccl_py.sources.journal import JournalContents, JournalFile, read_journal_of
 
 _SPENT = "as many sets were measured, or as long, as is allowed"
 Samples = Mapping[TransferSet, Sequence[Measurement]]
@@ -365,7 +365,7 @@ class Bench:
         path = Path(path)
         journal: JournalFile | JournalContents
         if optional and path.is_file() and not os.access(path, os.W_OK):
-            journal = read_journal(path)
+            journal = read_journal_of(self.header, path)
         else:
             journal = self._journal = JournalFile(path, self.header, replace=replace)
         self._stored = journal.measurements

@@ -100,6 +100,22 @@ def read_journal(path: Path) -> JournalContents:
     )
 
 
+def read_journal_of(header: JournalHeader, path: Path) -> JournalContents:
+    """Read a journal that holds for a header. Raises InputError: as `read_journal`, or it does not.
+
+    A journal of several hosts may have further ones.
+    """
+    contents = read_journal(path)
+    if not contents.header.covers(header):
+        raise InputError(
+            str(path),
+            f"belongs to {_described(contents.header, header)}, not to "
+            f"{_described(header, contents.header)}",
+            "use a new journal or output directory",
+        )
+    return contents
+
+
 def _header(line: bytes, where: str) -> JournalHeader:
     header = decode_json(_text(line, where), JournalHeader, where=where)
     check_version(header.format_version, JOURNAL_FORMAT, where)
@@ -187,14 +203,7 @@ class JournalFile:
                 self._truncate(0)
             self._write(header)
             return {}
-        contents = read_journal(self._path)
-        if not contents.header.covers(header):
-            raise InputError(
-                str(self._path),
-                f"belongs to {_described(contents.header, header)}, not to "
-                f"{_described(header, contents.header)}",
-                "use a new journal or output directory",
-            )
+        contents = read_journal_of(header, self._path)
         self.notices = contents.notices
         # A torn last line is cut off.
         self._truncate(contents.whole_bytes)
