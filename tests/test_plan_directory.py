@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -18,6 +19,7 @@ from tccl_py.nccl.plugin import LIBRARY
 from tccl_py.nccl.plugin.index import INDEX_FILE, INDEX_HEAD
 from tccl_py.plan.directory import machine_file, write_nccl_files, write_plan
 from tccl_py.plan.load import load_plan
+from tccl_py.plan.results import plan_in
 from tccl_py.planning.opening import output_directory
 from tccl_py.planning.plan_sources import planned_model
 from tccl_py.simulator.descriptions import load_bundled, read_description
@@ -173,6 +175,12 @@ def test_a_link_to_nothing_is_refused_as_directory_and_as_machine(target, tmp_pa
     refused(planned_to(place), "plan: is a symbolic link to nothing")
     refused(planned_to(tmp_path / "new", place), "plan: is a symbolic link to nothing")
     refused(CliRunner().invoke(app, ["show", str(place)]), "plan: is a symbolic link to nothing")
+
+
+@pytest.mark.parametrize("read", [load_plan, plan_in])
+def test_a_name_that_no_system_takes_is_refused_as_a_plan(read):
+    with pytest.raises(InputError, match="too long"):
+        read(Path("a" * 5000))
 
 
 def test_a_place_that_cannot_be_written_is_refused():

@@ -15,7 +15,7 @@ from shlex import quote
 import msgspec
 
 from tccl_py.errors import InputError, check_type, require
-from tccl_py.files import decode_json, missing, read_text
+from tccl_py.files import decode_json, missing, read_text, refused
 from tccl_py.model.cluster import check_cluster, shown
 from tccl_py.model.machine import Machine
 from tccl_py.model.rings import receiving_nic, sending_nic
@@ -68,9 +68,11 @@ def plan_file(path: Path) -> Path:
 
     Raises InputError: the directory holds none, or its digest differs from the manifest.
     """
-    if not path.exists():
+    with refused(path, "cannot be read", "name a directory of `tccl plan`"):
+        there, is_directory = path.exists(), path.is_dir()
+    if not there:
         raise InputError(str(path), missing(path), "name a directory of `tccl plan`")
-    if not path.is_dir():
+    if not is_directory:
         return path
     settle(path)
     if not (path / PLAN_FILE).exists():

@@ -22,6 +22,7 @@ from tccl_py.files import (
     missing,
     read_bytes,
     read_text,
+    refused,
     write_atomically,
 )
 from tccl_py.model.machine import DiscoveredMachine, Fingerprint
@@ -44,7 +45,9 @@ def plan_in(directory: Path) -> Plan:
 
     Raises InputError: a file, nothing there, or as `load_plan`.
     """
-    if not directory.is_dir():
+    with refused(directory, "cannot be read", "name a directory of `tccl plan`"):
+        is_directory = directory.is_dir()
+    if not is_directory:
         fault = missing(directory, "is no directory")
         raise InputError(str(directory), fault, "name a directory of `tccl plan`")
     return load_plan(directory)
