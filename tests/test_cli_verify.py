@@ -594,6 +594,33 @@ def test_a_dry_run_tunes_no_plan_that_was_measured_on_gpus(place, jobs):
     assert "--tune: is a dry run" in found.stderr
 
 
+def first_row(found):
+    return found["arms"][0]["rows"][0]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda found: found.update(arms=[]),
+        lambda found: found.update(arms=found["arms"][1:]),
+        lambda found: found.update(arms=found["arms"][:1], winner="graph"),
+        lambda found: found.update(arms=found["arms"][:1], chosen="variables"),
+        lambda found: first_row(found).update(seconds=[]),
+        lambda found: first_row(found).update(seconds=[0.0] * 7),
+        lambda found: found["arms"][0].update(transfers=[]),
+    ],
+)
+def test_a_verification_whose_parts_do_not_fit_is_refused_or_shown(place, jobs, damage):
+    jobs(lambda _: 1.0)
+    assert tccl("verify", place, "--sizes", "4K", "--backend", "host").exit_code == 0
+    found = json.loads((place / "verify.json").read_text())
+    damage(found)
+    (place / "verify.json").write_text(json.dumps({**found, "backend": "cuda"}))
+    for command in (("show",), ("show", "--json"), ("report",), ("env",)):
+        done = tccl(command[0], place, *command[1:])
+        assert done.exit_code in (0, 2), (command, done.exception)
+
+
 @pytest.mark.usefixtures("on_gpus")
 def test_the_communication_of_a_job_decides_for_that_job_alone(place, jobs, tmp_path):
     rows = [("all_reduce", ((0, 1, 2, 3),), 8.0), ("send_recv", ((0, 1), (2, 3)), 1.0)]

@@ -81,7 +81,8 @@ def _kind(row: Row | Timed, ranks: int) -> tuple[str, int]:
 
 def _speed(calls: Mapping[Row, float], default: Curves, arm: Curves, ranks: int) -> float | None:
     """Return the speed of a step's calls over default NCCL's; None where too much is unknown."""
-    known = {row: count for row, count in calls.items() if _kind(row, ranks) in arm}
+    kinds = default.keys() & arm.keys()
+    known = {row: count for row, count in calls.items() if _kind(row, ranks) in kinds}
     if _bytes(known.items()) < (1 - _MOST_UNKNOWN) * _bytes(calls.items()):
         return None
 

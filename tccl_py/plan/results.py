@@ -14,7 +14,7 @@ from typing import ClassVar, Literal, TypeVar
 
 import msgspec
 
-from tccl_py.errors import InputError
+from tccl_py.errors import InputError, require
 from tccl_py.files import (
     check_version,
     decode_json,
@@ -161,7 +161,11 @@ class Kept(_Head, frozen=True, forbid_unknown_fields=True):
         defaults = {field.name: field.default for field in msgspec.structs.fields(cls)}
         check_version(head.format_version, defaults["format_version"], path)
         finding = decode_json(text, cls, where=str(path))
-        return finding if head.plan_digest == plan_digest(directory) else None
+        if head.plan_digest != plan_digest(directory):
+            return None
+        fault = finding.fault()
+        require(not fault, str(path), fault, "make it again")
+        return finding
 
 
 class Tuning(Kept, frozen=True, kw_only=True):

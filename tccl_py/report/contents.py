@@ -83,9 +83,7 @@ def read_contents(directory: Path) -> Contents:
         except InputError as error:
             why = f"{error.what}; {error.right}"
         else:
-            if finding is not None and finding.fault():
-                why = f"{finding.fault()}; make it again"
-            elif isinstance(finding, Verification) and finding.backend != "cuda":
+            if isinstance(finding, Verification) and finding.backend != "cuda":
                 why = _DRY_RUN
             elif finding is not None or not (directory / kind.FILE).exists():
                 return finding
