@@ -8,6 +8,7 @@ from importlib import resources
 import pytest
 
 from tccl_profiler.watch import GpuConditions
+from tccl_py.files import encode_json
 from tccl_py.health.checks import acs_control
 from tccl_py.health.doctor import examine
 from tccl_py.health.host import DriverState, HostState, rules
@@ -410,6 +411,12 @@ def test_an_installed_plugin_that_does_nothing_is_told(tmp_path, change, word):
     findings = [one for one in examine(HostState(root=tmp_path)).findings if one.check == "plugin"]
     assert len(findings) == bool(word)
     assert all(word in one.what for one in findings)
+
+
+def test_findings_on_names_that_are_not_utf_8_can_be_written(tmp_path):
+    environment = {"TCCL_INDEX": "/\udcff", "NCCL_ENV_PLUGIN": "/\udcff/libnccl-env-tccl.so"}
+    found = examine(HostState(root=tmp_path, environment=environment))
+    assert "/\ufffd/libnccl-env-tccl.so is missing" in encode_json(found)
 
 
 @pytest.mark.parametrize(("place", "word"), [("/", "missing or was changed"), ("", "not absolute")])

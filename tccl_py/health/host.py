@@ -96,7 +96,8 @@ def defect(
     base = rules()[rule]
     parts = {"what": base.what, "why": base.why + effect, "source": base.source}
     parts |= {"fix": base.fix, **fields}
-    return Defect(severity=severity or base.severity, where=where, **parts)
+    parts = {name: _valid(text) for name, text in parts.items()}
+    return Defect(severity=severity or base.severity, where=_valid(where), **parts)
 
 
 def listed(names: Sequence[str]) -> str:
@@ -105,9 +106,14 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {hidden} more" if hidden > 0 else "")
 
 
+def _valid(text: str) -> str:
+    """Return a text from outside as valid UTF-8."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
 def cut(text: str) -> str:
     """Return the begin of a text from outside, as valid UTF-8."""
-    text = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    text = _valid(text)
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
