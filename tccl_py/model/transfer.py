@@ -379,8 +379,13 @@ def _with_options(transfers: tuple[Transfer, ...], text: str, where: str) -> Flo
         numbers = {"buffer": MAX_FIFO_BYTES, "blocks": MAX_BLOCKS}
     values: dict[str, int] = {}
     side = Fifo().side
-    for item in text.split(",") if text else ():
+    items = text.split(",") if text else []
+    names = [item.partition("=")[0] for item in items]
+    for item in items:
         name, _, value = item.partition("=")
+        require(
+            names.count(name) == 1, where, f"option {name[:20]!r} is there twice", "once is right"
+        )
         if name in numbers:
             values[name] = _parse_size(name, value, numbers[name], where)
         elif name == "side" and kind == "bounce" and value in get_args(Side):
