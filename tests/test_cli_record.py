@@ -105,6 +105,12 @@ def test_a_command_that_is_named_runs_as_it_stands_whatever_the_files_name(job, 
     assert read_workload(out).steps == 5
 
 
+def test_a_name_that_cannot_be_a_file_is_no_fault_of_the_command(tmp_path):
+    refused = run("--record", tmp_path / ("a" * 300), "--", "true")
+    assert refused.returncode == 2 and "too long" in refused.stderr
+    assert "command" not in refused.stderr
+
+
 def test_a_job_without_nccl_leaves_nothing(tmp_path):
     done = run("--record", tmp_path / "it.json", "--", "true")
     assert (done.returncode, list(tmp_path.iterdir())) == (2, [])

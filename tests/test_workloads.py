@@ -151,6 +151,13 @@ def test_groups_of_unlike_sizes_are_shown_with_their_sizes(tmp_path):
     assert "2 x 2 ranks, 1 x 3 ranks" in shown.stdout
 
 
+def test_a_directory_is_no_file_for_a_workload(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked = CliRunner().invoke(app, ["workload", "fsdp", "-o", "."])
+    assert (asked.exit_code, asked.stdout) == (2, "")
+    assert "--output .: is no file that can be made" in asked.stderr
+
+
 def test_an_unknown_name_lists_the_bundled_ones():
     with pytest.raises(InputError, match="data-parallel"):
         bundled("no-such")

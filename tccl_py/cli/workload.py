@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from tccl_py.cli import options
 from tccl_py.cli.options import arg, opt, refuse
 from tccl_py.cli.output import print_table, results
-from tccl_py.cli.process import notice, notice_each, print_json
+from tccl_py.cli.process import check_result_file, notice, notice_each, print_json
 from tccl_py.errors import InputError, counted, size_text
 from tccl_py.workloads.bundled import BUNDLED
 from tccl_py.workloads.record import (
@@ -55,6 +55,7 @@ def workload(
         tccl workload job.json
         tccl workload job.json.logs -o job.json
     """
+    check_result_file("--output", output)
     shown = open_workload(names, ranks=8 if ranks is None else ranks)
     if names[0] not in BUNDLED:
         refuse({"--ranks": ranks}, ("", "is for a bundled workload", "a file has its own"))

@@ -30,7 +30,8 @@ def is_one_rank(environment: Mapping[str, str]) -> bool:
 
 def log_folder(output: Path, *, shared: bool) -> Path:
     """Make the folder of a recording's logs next to its file; a `shared` one may exist."""
-    require(not output.is_dir(), str(output), "is a directory", "name a file")
+    with refused(output, "cannot be written", SPACE):
+        require(not output.is_dir(), str(output), "is a directory", "name a file")
     folder = output.parent.resolve() / f"{output.name}.logs"
     with refused(folder, "cannot be made", SPACE):
         folder.mkdir(exist_ok=True)
