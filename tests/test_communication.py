@@ -293,6 +293,23 @@ def test_a_choice_is_that_of_just_the_workload_it_was_verified_for(place, tmp_pa
     assert other.digest == renamed.digest
 
 
+def test_a_bundled_name_is_that_workload_also_beside_a_file_of_its_name(
+    place, tmp_path, monkeypatch
+):
+    keep_communication(judged(workload(("all_reduce", 1 << 26, 8), name="fsdp"), BY_HAND), place)
+    (tmp_path / "fsdp").touch()
+    monkeypatch.chdir(tmp_path)
+    assert verified_choice(place, "fsdp").name == "fsdp"
+
+
+def test_what_is_kept_of_a_workload_without_times_of_a_choice_is_refused(place):
+    keep_communication(judged(workload(("all_reduce", 1 << 26, 8)), BY_HAND), place)
+    file = place / "workloads.json"
+    file.write_text(file.read_text().replace('"default"', '"graph"', 1))
+    with pytest.raises(InputError, match="lacks the times of a choice"):
+        verified_choice(place, "mine")
+
+
 def test_a_dry_run_verifies_no_choice(place):
     found = judged(workload(("all_reduce", 1 << 26, 8)), BY_HAND)
     calls = {Row(collective="all_reduce", dtype="bfloat16", bytes=1 << 26): 8.0}

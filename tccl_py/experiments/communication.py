@@ -18,6 +18,7 @@ from tccl_py.experiments.spec import Row, calls_of
 from tccl_py.plan.chains import ChoiceName
 from tccl_py.plan.results import Kept
 from tccl_py.statistics import Interval
+from tccl_py.workloads.bundled import BUNDLED
 from tccl_py.workloads.sources import open_workload
 from tccl_py.workloads.workload import Workload
 
@@ -75,6 +76,15 @@ class Communications(Kept, frozen=True, kw_only=True):
     FILE = "workloads.json"
     workloads: tuple[Communication, ...] = ()
 
+    def fault(self) -> str:
+        """Return what makes it no file of workloads: a choice without its times."""
+        fits = all(
+            {"default", each.chosen} <= times.keys()
+            for each in self.workloads
+            for times in (each.choices, *(row.seconds for row in each.rows))
+        )
+        return "" if fits else "lacks the times of a choice"
+
     def named(self, workload: str) -> Communication | None:
         """Return what is known of a workload by its digest or name."""
         return next((each for each in self.workloads if workload in (each.digest, each.name)), None)
@@ -85,7 +95,8 @@ def verified_choice(directory: Path, text: str) -> Communication:
 
     Raises InputError: a plan that was not verified for just this workload, or without GPUs.
     """
-    name = open_workload([text]).digest if Path(text).exists() else text
+    is_file = text not in BUNDLED and Path(text).exists()
+    name = open_workload([text]).digest if is_file else text
     verified = (Communications.load(directory) or Communications()).named(name)
     if verified is None or verified.basis:
         fault = "was verified for it without GPUs" if verified else "was not verified for it"
