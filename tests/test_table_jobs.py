@@ -125,6 +125,17 @@ rate_tables = st.sampled_from([1, 2]).flatmap(
 )
 
 
+def test_rings_of_a_job_leave_out_the_nics_that_those_of_the_plan_leave_out():
+    # NCCL's own chains are in the table too, and use all NICs.
+    both = table(0, GPUS[0], {((0, 0),): 5.0, ((1, 1),): 9.0})
+    node = ClassRates(both.node_class, msgspec.structs.replace(both.kept, nics=(0,)))
+    hosts = tuple(Host(name=f"h{n}", node_class=0, slots=3) for n in range(2))
+    cluster = Cluster(hosts=hosts, classes=(node.node_class,), rails="any")
+    plan = plan_over(cluster, [node], PlanRequest())
+    assert {(c.entry_nic, c.exit_nic) for path in plan.paths for c in path.chains} == {(0, 0)}
+    assert (plan.rate_gbps, plan.settings.ib_hca) == (5.0, ("mlx5_0:1",))
+
+
 @settings(max_examples=250, deadline=None)
 @given(rate_tables, st.data(), st.sampled_from(["any", "only"]))
 def test_jobs_over_random_tables_equal_brute_force_unlike_gpus_included(case, data, rails):

@@ -213,7 +213,11 @@ class RingSearch(msgspec.Struct, frozen=True, kw_only=True):
         return node.between(self.settings, pairs, only_few=self.thorough)
 
     def _between(self, node_class: int, into: NicMap, out: NicMap) -> KeptChains | None:
-        return self.nodes[node_class].between(self.settings, pairs_of(into.entries, out.exits))
+        node = self.nodes[node_class]
+        # A table has NCCL's own chains too, which may use NICs that are left out of rings.
+        if not {*into.entries, *out.exits} <= set(node.nics):
+            return None
+        return node.between(self.settings, pairs_of(into.entries, out.exits))
 
     def _in_order(
         self, node_class: int, into: NicMap, out: NicMap, answer: KeptChains
