@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
+from tccl_py.delivery.placement import prefer_numa_node
 from tccl_py.errors import InputError
 from tccl_py.experiments.prediction import model_cells
 from tccl_py.experiments.target import read_target
@@ -141,6 +142,11 @@ def test_a_node_that_is_not_there_cannot_be_preferred(old):
         pytest.skip("node 2 is there")
     assert "NUMA node 2 cannot be preferred" in said
     assert (graph, policy) == (f"{old}/nccl/graph.xml", "default")
+
+
+@pytest.mark.parametrize("node", [-1, 1024, 1 << 40])
+def test_a_number_that_no_node_has_is_told_and_no_error(node):
+    assert "no such node" in prefer_numa_node(node)
 
 
 def test_without_plugins_a_launcher_of_ranks_gets_variables_alone(old):

@@ -31,6 +31,8 @@ def prefer_numa_node(node: int) -> str:
         return f"not known on {platform.machine()}"
     libc, preferred = ctypes.CDLL(None, use_errno=True), 1
     words = (ctypes.c_uint64 * 16)()
+    if not 0 <= node < 64 * len(words):
+        return "Linux has no such node"
     words[node // 64] = 1 << node % 64
     # The kernel reads one bit less.
     done = libc.syscall(set_mempolicy, preferred, words, 8 * ctypes.sizeof(words) + 1)
