@@ -7,7 +7,9 @@ import re
 import msgspec
 import pytest
 from msgspec import structs
+from typer.testing import CliRunner
 
+from tccl_py.cli.main import app
 from tccl_py.errors import InputError
 from tccl_py.experiments.rounds import RunBudget
 from tccl_py.explanation.findings import Explanation, Finding, RingExplanation
@@ -397,6 +399,8 @@ def test_findings_that_do_not_fit_together_are_left_out_with_the_reason(tmp_path
     ):
         structs.replace(found, backend="cuda", **changes).keep(place)
         assert f"verify.json is left out: it {reason}" in page_of(place).words
+        shown = [CliRunner().invoke(app, ["show", str(place), *more]) for more in ((), ("--json",))]
+        assert [one.exit_code for one in shown] == [0, 0]
     (ring,) = explanation("").rings
     for changed in (
         structs.replace(ring, rings=0),
