@@ -79,9 +79,9 @@ class Communications(Kept, frozen=True, kw_only=True):
     def fault(self) -> str:
         """Return what makes it no file of workloads: a choice without its times."""
         fits = all(
-            {"default", each.chosen} <= times.keys()
+            {"default", each.chosen}
+            <= set(each.choices).intersection(*(row.seconds for row in each.rows))
             for each in self.workloads
-            for times in (each.choices, *(row.seconds for row in each.rows))
         )
         return "" if fits else "lacks the times of a choice"
 
