@@ -72,10 +72,9 @@ def show(
     print_plan(plan, console)
     with suppress(InputError):
         verified = Verification.load(directory)
-        is_sound = verified is not None and not verified.fault()
-        for text in verified.judged.objections if verified is not None and is_sound else ():
+        for text in verified.judged.objections if verified is not None else ():
             console.print(f"note: by jobs, {text}")
-        for text in trade_off_lines(verified) if verified is not None and is_sound else ():
+        for text in trade_off_lines(verified) if verified is not None else ():
             console.print(f"note: {text}")
     title = f"choices by message size, {size_basis(plan)} (--json has all collectives)"
     print_table(console, list(size_table(plan, ("all_reduce",))), title=title)
@@ -108,8 +107,7 @@ def print_plan_json(plan: Plan, directory: Path, workload: Communication | None 
     if (directory / Verification.FILE).exists():
         with suppress(InputError):
             verified = Verification.load(directory)
-            is_sound = verified is not None and not verified.fault()
-            more["trade_offs"] = trade_offs(verified) if verified and is_sound else ()
+            more["trade_offs"] = () if verified is None else trade_offs(verified)
     print_json(plan_json(plan) | {"by_size": size_json(plan), "tunings": tunings} | more)
 
 
