@@ -70,6 +70,12 @@ BAD = {
         ("measure", SET, *ON, "--journal="),
         "--journal: is empty; name a FILE",
     ),
+    "empty workload": (("env", "box", "--workload", ""), "--workload: is empty; name a FILE|NAME"),
+    "empty logs": (("workload", ""), "NAME|FILE: is empty; name a NAME|FILE"),
+    "empty file of NCCL": (("uninstall", ""), "FILE: is empty; name a FILE"),
+    "empty place": (("install", "box", "--conf", ""), "--conf: is empty; name a PATH"),
+    "empty graph": (("validate", ""), "GRAPH.xml: is empty; name a GRAPH.xml"),
+    "empty other plan": (("diff", "box", ""), "OTHER: is empty; name a OTHER"),
     "empty directory": (("plan", *ON, "-o", ""), "--output: is empty; name a DIR"),
     "directory as output": (
         ("discover", "--nccl-topology", TOPOLOGY, "-o", "."),

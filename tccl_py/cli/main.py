@@ -60,6 +60,8 @@ COMMANDS = {
 _PANELS = {"advise": "Measure", "plan": "Plan", "env": "Use", "doctor": "Trust"}
 """The panels of `tccl --help`, by their first commands."""
 
+_PLACES = frozenset(("DIR", "FILE", "GRAPH.xml", "OTHER", "PATH"))
+"""What values are called that name files or folders."""
 _FRAMED = 60
 """Columns from which on help has frames."""
 # The class of every usage error; typer has it from click or from its own copy of click.
@@ -157,8 +159,9 @@ class _Command(_HelpOption, TyperCommand):
             error.ctx = ctx
             raise _plain(error, values) from error
         for param in self.params:
-            metavar = getattr(param, "metavar", None)
-            if metavar in ("FILE", "DIR", "DIR|FILE") and values.get(param.name) == "":
+            metavar, given = getattr(param, "metavar", None) or "", values.get(param.name)
+            texts = given if isinstance(given, (list, tuple)) else (given,)
+            if "" in texts and not _PLACES.isdisjoint(metavar.split("|")):
                 where = metavar if param.param_type_name == "argument" else param.opts[-1]
                 raise InputError(where, "is empty", f"name a {metavar}")
         return arguments
