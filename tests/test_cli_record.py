@@ -121,6 +121,12 @@ def test_a_job_without_nccl_leaves_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_job_is_recorded_whatever_the_length_of_the_files_name(job, tmp_path):
+    (command, logs), out = job, tmp_path / f"{'n' * 230}.json"
+    assert run("--record", out, "--", *command, 0, *logs).returncode == 0
+    assert read_workload(out).name == "n" * 200
+
+
 @pytest.mark.parametrize("code", [0, 4])
 def test_a_job_that_removes_the_logs_is_told_of_itself(code, tmp_path):
     script = f"rm -r {shlex.quote(str(tmp_path / 'it.json.logs'))}; exit {code}"

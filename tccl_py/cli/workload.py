@@ -28,7 +28,7 @@ from tccl_py.workloads.record import (
     run_job,
 )
 from tccl_py.workloads.sources import open_workload
-from tccl_py.workloads.workload import Workload, write_workload
+from tccl_py.workloads.workload import MAX_NAME, Workload, write_workload
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -60,7 +60,7 @@ def workload(
     if names[0] not in BUNDLED:
         refuse({"--ranks": ranks}, ("", "is for a bundled workload", "a file has its own"))
     if output is not None:
-        shown = replace(shown, name=output.stem)
+        shown = replace(shown, name=output.stem[:MAX_NAME])
         write_workload(shown, output)
     if json:
         print_json(shown)
@@ -120,7 +120,7 @@ def record_job(command: Sequence[str], environment: Mapping[str, str], output: P
     try:
         logs = recorded_logs(folder)
         cost = recording_cost(logs, seconds)
-        recorded = open_workload([str(folder)], name=output.stem)
+        recorded = open_workload([str(folder)], name=output.stem[:MAX_NAME])
         write_workload(recorded, output)
     except InputError as error:
         with suppress(OSError):

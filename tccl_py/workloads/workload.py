@@ -23,6 +23,7 @@ from tccl_py.files import (
 
 FORMAT_VERSION = 1
 MAX_RANKS, MAX_ROWS, MAX_BYTES, MAX_STREAM = 1 << 16, 10_000, 1 << 50, 1000
+MAX_NAME = 200
 
 WorkloadCollective = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "all_to_all",
@@ -74,7 +75,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     sentences on what the rows leave out or could not tell.
     """
 
-    name: Annotated[str, Meta(min_length=1, max_length=200)]
+    name: Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
     source: _Text
     ranks: Annotated[int, Meta(ge=1, le=MAX_RANKS)]
     rows: Annotated[tuple[WorkloadRow, ...], Meta(max_length=MAX_ROWS)]
