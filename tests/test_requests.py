@@ -3,6 +3,7 @@
 from contextlib import ExitStack
 
 import msgspec
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -10,8 +11,11 @@ from tccl_py.cli.main import app
 from tccl_py.errors import InputError
 from tccl_py.plan.load import load_plan
 from tccl_py.planning.opening import subject_of
+from tccl_py.planning.planner import make_plan
 from tccl_py.planning.request import PlanRequest
 from tccl_py.search.problem import Budget
+from tccl_py.simulator.descriptions import load_bundled
+from tccl_py.simulator.source import Simulator
 
 
 @pytest.mark.parametrize("options", [(), ("--nodes", "2")])
@@ -42,3 +46,11 @@ def test_a_host_of_one_rank_is_told_that_a_ring_joins_two_gpus(tmp_path):
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 2
     assert "host solo: has 1 GPU to plan for; a ring joins 2 or more" in result.output
+
+
+def test_numbers_of_rings_may_come_as_an_array_and_are_checked_like_a_list():
+    model = load_bundled("h200x4-vm")
+    parts = model.machine, model.knowledge, Simulator(model)
+    for wrong in (np.array([1.5, 2.5]), [1.5, 2.5]):
+        with pytest.raises(InputError, match="ring_counts"):
+            make_plan(*parts, ring_counts=wrong)

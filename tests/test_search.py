@@ -208,7 +208,10 @@ def test_a_reporter_that_cannot_be_called_is_refused_before_the_search():
         find_rings(problem_for(two_uplinks(), 4), reporter=3)
 
 
-@pytest.mark.parametrize("sets", [[(0, 1, 2, 3)], [[(0, 1, 2)]], [[(0, 1, 2, 9)]], [[]]])
+@pytest.mark.parametrize(
+    "sets",
+    [[(0, 1, 2, 3)], [[(0, 1, 2)]], [[(0, 1, 2, 9)]], [[]], 5, [[("a", 1, 2, 3)]], [[(0, [1])]]],
+)
 def test_a_strategy_that_offers_no_ring_over_all_gpus_is_told(sets):
     with pytest.raises(InputError, match=r"^`sets`: "):
         find_rings(problem_for(two_uplinks(), 4), strategy=lambda run: run.offer_known(sets))

@@ -341,4 +341,4 @@ def make_cluster_plan(
 
 def _counts(ring_counts: Sequence[int] | None) -> tuple[int, ...] | None:
     check_type(ring_counts, "ring_counts", Iterable, type(None))
-    return tuple(ring_counts) if ring_counts else None
+    return None if ring_counts is None else tuple(ring_counts) or None

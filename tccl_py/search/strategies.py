@@ -107,12 +107,15 @@ class Run:
 
         Raises InputError: what is no ring, or has not each GPU once.
         """
+        check_type(sets, "sets", Sequence)
         for known in sets:
             check_type(known, "sets", Sequence)
             require(known, "`sets`", "has a set without rings", "a set has one ring at least")
             for ring in known:
                 check_type(ring, "sets", Sequence, Ring)
                 order = ring.gpus if isinstance(ring, Ring) else ring
+                for number in order:
+                    check_type(number, "sets", int, np.integer)
                 right = f"each of {', '.join(map(str, self.problem.gpus))} once"
                 good = sorted(order) == sorted(self.problem.gpus)
                 require(good, "`sets`", f"has a ring {tuple(order)}"[:80], right)
