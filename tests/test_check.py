@@ -199,6 +199,17 @@ def test_too_little_time_is_refused(case):
     assert caught.value.where == "`max_seconds`"
 
 
+def test_a_change_that_no_time_is_left_to_confirm_is_not_passed_over(case):
+    slow = Slow(with_slower_link(case.model, "G0", 0.3))
+    journal = case.journal(Simulator(case.model, noise=0.01, seed=5))
+    # Two measurements of a set in three quarters of the time, and none after it.
+    slow.now, slow.asked = 0.0, [""]
+    effort = Effort(seconds=1.8)
+    with pytest.raises(InputError, match="confirm") as caught:
+        find_drift(case.plan, journal, slow, effort=effort, clock=slow.clock)
+    assert caught.value.where == "`max_seconds`"
+
+
 class Lost(Slow):
     def measure(self, sets):
         if "G0" in str(sets[0]):

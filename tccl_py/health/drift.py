@@ -217,6 +217,9 @@ def _confirmed(
         same_direction = new is not None and (new.ratio > 1) == (row.ratio > 1)
         p = max(row.p, new.p) if new is not None and same_direction else 1.0
         confirmed.append(replace(row, p=p) if row.alarming else row)
+    left_out = alarmed - again.keys()
+    if left_out and not sampler.lost and not any(row.alarming for row in confirmed):
+        raise InputError("`max_seconds`", "is too short to confirm a change", "give it more")
     return confirmed
 
 
