@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
+from tccl_py.errors import MeasurementError
 from tccl_py.model.machine import Knowledge, NvLink
 from tccl_py.model.rings import ring_like, ring_set
 from tccl_py.nccl.graph_search import default_choice
@@ -133,6 +134,25 @@ def test_default_nccl_that_goes_through_another_gpu_is_not_rated_and_stays():
         gpus=(0, 1, 2),
         version="2.30",
     )
+    assert own_gbps(task, Settings()) == inf
+
+
+def test_no_set_of_gpus_gains_over_rings_that_could_not_be_measured(monkeypatch):
+    model = load_bundled("amd-3090")
+    source = bench_of(Simulator(model))
+    task = Task(
+        machine=model.machine,
+        knowledge=model.knowledge,
+        source=source,
+        gpus=(0, 1),
+        version="2.30",
+    )
+    assert 0 < own_gbps(task, Settings()) < inf
+
+    def lost(sets):
+        raise MeasurementError("GPU 1 is lost")
+
+    monkeypatch.setattr(source, "measure", lost)
     assert own_gbps(task, Settings()) == inf
 
 

@@ -8,7 +8,7 @@ from math import inf
 
 import msgspec
 
-from tccl_py.errors import BudgetSpentError, MeasurementError, SearchError
+from tccl_py.errors import MeasurementError, SearchError
 from tccl_py.model.measurement import Measurement
 from tccl_py.nccl.graph_search import DefaultChoice
 from tccl_py.nccl.settings import Settings, environment
@@ -345,19 +345,17 @@ def rated_stock(
 def own_gbps(task: Task, settings: Settings) -> float:
     """Return the bandwidth of NCCL's own rings under settings.
 
-    It is 0.0 where they cannot be rated, and infinite where no further set may be measured, or
-    where they pass the memory of another GPU, by NVLink, at a rate that is not known.
+    It is 0.0 where pairs talk over NICs and are not rated, and infinite where it is not known: no
+    further set may be measured, the measurement fails, or they pass the memory of another GPU.
     """
     if not task.source.has_time():
         return inf
     try:
         return rated_stock(task, settings, task.own_choice(settings)).rate_gbps
-    except BudgetSpentError:
-        return inf
     except SearchError:
         return 0.0 if task.view(settings).by_network else inf
     except MeasurementError:
-        return 0.0
+        return inf
 
 
 def as_graph(choice: Stock) -> Stock:
