@@ -450,13 +450,16 @@ def verified(directory, digest=None, **changes):
     fields = {name: changes.pop(name) for name in ArmResult.__struct_fields__ if name in changes}
     name = fields.pop("name", plan.recommended)
     settings = plan.choices[name].settings
-    fields = {"transfers": (SAME,), **fields}
+    same = {"rows": (msgspec.structs.replace(SAME, collective="all_reduce"),), "transfers": (SAME,)}
+    fields = {**same, **fields}
     arm = ArmResult(name=name, settings=settings, environment={}, **fields)
+    plain = plan.choices["default"].settings
+    default = ArmResult(name="default", settings=plain, environment={}, **same)
     good = {
         "machine": plan.cluster.classes[0].machine.name,
         "gpus": plan.class_gpus[0],
         "backend": "cuda",
-        "arms": (arm,),
+        "arms": (arm,) if name == "default" else (default, arm),
         "recommended": plan.recommended,
         "chosen": name,
         "winner": name,
@@ -465,7 +468,7 @@ def verified(directory, digest=None, **changes):
         "collective": "all_reduce",
         "left_out": (),
         "versions": {},
-        "devices": (),
+        "devices": ("GPU",) * len(plan.class_gpus[0]),
         "order": "AB",
         "raw": (),
         "seconds": 1.0,
@@ -478,11 +481,11 @@ def verified(directory, digest=None, **changes):
 
 WRONG = WrongValue(case="all_reduce float32 1", rank=0, what="sums differ")
 WORSE = Timed(
-    bytes=4096, seconds=(1.0,), compared=Compared(middle=0.9, low=0.8, high=0.95, p=0.01),
+    bytes=4096, seconds=(1.0,) * 6, compared=Compared(middle=0.9, low=0.8, high=0.95, p=0.01),
     verdict="worse",
 )  # fmt: skip
 SAME = Timed(
-    collective="send_recv", bytes=4096, seconds=(1.0,), verdict="same", harm="none",
+    collective="send_recv", bytes=4096, seconds=(1.0,) * 6, verdict="same", harm="none",
     compared=Compared(middle=1.0, low=1.0, high=1.0, p=1.0),
 )  # fmt: skip
 NOT = "was not accepted when it was verified"
@@ -495,7 +498,7 @@ NOT = "was not accepted when it was verified"
         ({"rows": (WORSE,)}, f"{NOT}: all-reduce of 4 KiB (0.90) is slower than default"),
         ({"wrong": (WRONG,)}, f"{NOT}: 1 values are wrong"),
         ({"failure": "x"}, "failed when it was verified"),
-        ({"name": "graph"}, "was verified for the choice graph"),
+        ({"name": "graph", "recommended": "variables"}, "was verified for the choice graph alone"),
         ({"backend": "host"}, "was verified without GPUs"),
         ({"digest": "0"}, "was planned again after it"),
         ({"format_version": 2}, "has a verification that is of no use: "),

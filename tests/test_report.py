@@ -382,6 +382,7 @@ def test_findings_that_do_not_fit_together_are_left_out_with_the_reason(tmp_path
     default, graph = found.arms
     row, *others = graph.rows
     negative, untimed = structs.replace(row, bytes=-1), "has rows without times or devices"
+    few = structs.replace(row, seconds=row.seconds[:1])
     for changes, reason in (
         ({"arms": ()}, "lacks an arm"),
         ({"arms": (graph,), "winner": "graph", "chosen": "graph"}, "lacks an arm"),
@@ -393,6 +394,10 @@ def test_findings_that_do_not_fit_together_are_left_out_with_the_reason(tmp_path
         *(
             ({"arms": (default, structs.replace(graph, rows=(changed, *others)))}, untimed)
             for changed in (structs.replace(row, seconds=()), structs.replace(row, seconds=(0.0,)))
+        ),
+        (
+            {"arms": (default, structs.replace(graph, rows=(few, *others)))},
+            "has not the same 6 to 40 rounds of all arms",
         ),
         ({"arms": (default, structs.replace(graph, transfers=(negative,)))}, untimed),
         ({"devices": ()}, untimed),

@@ -12,7 +12,14 @@ from tccl_py.delivery.delivered import RingsFound
 from tccl_py.errors import InputError, size_text
 from tccl_py.experiments.collectives import COLLECTIVE_WORDS, Collective
 from tccl_py.experiments.communication import Communication
-from tccl_py.experiments.rounds import EQUAL, Compared, Timed, compare
+from tccl_py.experiments.rounds import (
+    EQUAL,
+    LEAST_ROUNDS,
+    MAX_ROUNDS,
+    Compared,
+    Timed,
+    compare,
+)
 from tccl_py.experiments.spec import Groups, WrongValue, is_large
 from tccl_py.model.measurement import Backend
 from tccl_py.nccl.settings import Settings
@@ -181,7 +188,13 @@ class Verification(Kept, frozen=True, kw_only=True):
         if len({tuple(row.bytes for row in arm.sizes) for arm in self.arms if arm.sizes}) > 1:
             return "has arms of different sizes"
         timed = all(row.bytes >= 0 and min(row.seconds, default=0) > 0 for row in rows)
-        return "" if timed and (self.devices or not rows) else "has rows without times or devices"
+        if not timed or (rows and not self.devices):
+            return "has rows without times or devices"
+        sound = (arm for arm in self.arms if not arm.failure)
+        rounds = {len(row.seconds) for arm in sound for row in arm.sizes}
+        if len(rounds) > 1 or not all(LEAST_ROUNDS <= count <= MAX_ROUNDS for count in rounds):
+            return f"has not the same {LEAST_ROUNDS} to {MAX_ROUNDS} rounds of all arms"
+        return ""
 
     def arm(self, name: ChoiceName) -> ArmResult | None:
         """Return the result of a choice; None if it was not compared."""
