@@ -20,7 +20,7 @@ from tccl_py.delivery.job import Delivery, JobRequest, deliver
 from tccl_py.delivery.placement import prefer_numa_node
 from tccl_py.errors import InputError, require
 from tccl_py.files import picked
-from tccl_py.nccl.settings import env_conflicts, export_lines
+from tccl_py.nccl.settings import GRAPH_VARIABLE, env_conflicts, export_lines
 from tccl_py.nccl_conf import settings_of_files
 from tccl_py.plan.chains import CHOICES, ChoiceName
 from tccl_py.plan.plan import Plan
@@ -32,7 +32,6 @@ VERSION = opt("VERSION", "The job's; if not given, as installed.")
 CHOICE = opt("|".join(CHOICES), "The recommended one if not given.")
 PLUGIN = flag("--plugin", "Load NCCL's plugin: any communicators.")
 FORCE = flag("--force", "Also by the plan of a dry run.")
-GRAPH_VARIABLE = "NCCL_GRAPH_FILE"
 NO_EXECUTABLE, NO_PROGRAM = 126, 127
 """The exit codes of shells for a program that cannot be run, and for one that does not exist."""
 EQUAL_HOSTS = flag("--alike", "GPUs' UUIDs may differ.", envvar=ALIKE_VARIABLE)

@@ -16,7 +16,7 @@ from tccl_py.errors import MeasurementError
 from tccl_py.experiments.spec import JobResult, JobSpec, RowTimes, WrongValue
 from tccl_py.files import encode_json
 from tccl_py.model.measurement import Backend
-from tccl_py.nccl.settings import Settings
+from tccl_py.nccl.settings import GRAPH_VARIABLE, Settings
 from tccl_py.nccl.variables import HOST_VARIABLES
 from tccl_py.plan.chains import ChoiceName
 from tccl_py.plan.directory import GRAPH_FILE
@@ -37,7 +37,6 @@ RANK_PROGRAM, _NCCL_TESTS = "tccl_py.experiments.rank", "tccl_py.experiments.ncc
 DEFAULT_TIMEOUT = 180.0
 THIS_HOST = ""
 """Name of the host of a job on one machine."""
-GRAPH_VARIABLE = "NCCL_GRAPH_FILE"
 RANK_VARIABLES = {
     "NCCL_CONF_FILE": "/dev/null",
     "NCCL_GRAPH_REGISTER": "0",

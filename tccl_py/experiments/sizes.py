@@ -20,7 +20,7 @@ from tccl_py.errors import InputError, MeasurementError, undisturbed
 from tccl_py.experiments.calls import GRAPHED_BYTES
 from tccl_py.experiments.collectives import COLLECTIVES
 from tccl_py.experiments.communication import timed_calls
-from tccl_py.experiments.jobs import GRAPH_VARIABLE, THIS_HOST, Arm, ConcurrentJobs, Launcher
+from tccl_py.experiments.jobs import THIS_HOST, Arm, ConcurrentJobs, Launcher
 from tccl_py.experiments.size_table import (
     NO_HARM,
     SWEPT,
@@ -52,6 +52,7 @@ from tccl_py.model.symmetry import automorphisms, images_of_gpus
 from tccl_py.nccl.plugin import found_library
 from tccl_py.nccl.plugin.build import BuildError, build_plugin
 from tccl_py.nccl.plugin.index import INDEX_FILE, INDEX_VARIABLE
+from tccl_py.nccl.settings import GRAPH_VARIABLE
 from tccl_py.nccl.tuner import TunerTable
 from tccl_py.plan.chains import ChoiceName
 from tccl_py.plan.directory import files_of, subset_graph

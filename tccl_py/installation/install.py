@@ -49,7 +49,7 @@ from tccl_py.installation.blocks import (
     without_block,
 )
 from tccl_py.installation.trial import try_plugin
-from tccl_py.nccl.settings import env_conflicts
+from tccl_py.nccl.settings import GRAPH_VARIABLE, env_conflicts
 from tccl_py.nccl.versions import why_no_plugin
 from tccl_py.nccl_conf import conf_lines, passwd_home, user_file
 from tccl_py.plan.directory import conf_text
@@ -59,7 +59,6 @@ from tccl_py.plan.staging import PLAN_FILE, check_files
 
 FORMAT_VERSION = 2
 RECORD_FILE = "installed.json"
-_GRAPH = "NCCL_GRAPH_FILE"
 
 
 def accept(
@@ -179,9 +178,9 @@ def _change(delivery: Delivery, path: Path) -> Change:
 def _check_remainder(delivery: Delivery, remainder: bytes, where: str) -> None:
     """Check that other lines of the file do not contradict the plan's."""
     lines = {line.name: line for line in reversed(conf_lines(remainder, where=where))}
-    if _GRAPH in lines:
+    if GRAPH_VARIABLE in lines:
         right = "take it out: it fails every communicator over other GPUs"
-        raise InputError(lines[_GRAPH].where, f"sets {_GRAPH}", right)
+        raise InputError(lines[GRAPH_VARIABLE].where, f"sets {GRAPH_VARIABLE}", right)
     values = {name: line.value for name, line in lines.items()}
     names = [name for name in env_conflicts(delivery.settings, values) if name in lines]
     planned = delivery.variables.items()

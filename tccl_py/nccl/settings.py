@@ -24,6 +24,7 @@ from tccl_py.nccl.versions import ASSUMED, LEVELS, Level, version_facts
 CopyEngineSide = Literal["sender", "receiver", "both"]
 CrossNic = Literal[0, 1, 2]
 
+GRAPH_VARIABLE = "NCCL_GRAPH_FILE"
 _ENDS = ("MIN", "MAX")
 _SHM_MODE = "NCCL_SHM_MEMCPY_MODE"
 _SHM_MODES: dict[int, CopyEngineSide] = {1: "sender", 2: "receiver", 3: "both"}
@@ -273,7 +274,7 @@ def job_environment(settings: Settings, *, graph: PurePosixPath | None = None) -
         right = "jobs start in other directories: give a path from the root"
         where = f"graph file {str(graph)[:80]!r}"
         require(graph.is_absolute(), where, "is no absolute path", right)
-        variables["NCCL_GRAPH_FILE"] = str(graph)
+        variables[GRAPH_VARIABLE] = str(graph)
     return variables
 
 

@@ -24,7 +24,7 @@ from tccl_py.delivery.plugin import PLUGIN_VARIABLE
 from tccl_py.delivery.scripts import PLAN_VARIABLE
 from tccl_py.errors import InputError
 from tccl_py.files import check_path
-from tccl_py.nccl.settings import env_conflicts
+from tccl_py.nccl.settings import GRAPH_VARIABLE, env_conflicts
 from tccl_py.nccl.versions import why_no_plugin
 from tccl_py.nccl_conf import settings_of_files
 from tccl_py.nccl_library import loaded_nccl
@@ -35,7 +35,6 @@ from tccl_py.plan.staging import check_files
 from tccl_py.readers.hosts import host_identity
 from tccl_py.readers.live import DriverFacts, gpu_of_cuda_device
 
-GRAPH_VARIABLE = "NCCL_GRAPH_FILE"
 # The environment belongs to the whole process, so one communicator is made at a time.
 _LOCK = threading.RLock()
 
