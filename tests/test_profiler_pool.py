@@ -297,6 +297,14 @@ def test_a_session_ends_when_its_block_fails():
     assert workers_of() == before
 
 
+def watched_by(watch, monkeypatch):
+    """Have sessions on GPUs, which alone are watched, run over the host backend."""
+    monkeypatch.setattr(session_module, "watching", lambda gpus, own_pids: watch)
+    monkeypatch.setattr(
+        session_module, "Pool", lambda backend, *given, **more: Pool("host", *given, **more)
+    )
+
+
 class BrokenWatch:
     """A driver that has stopped answering."""
 
@@ -319,11 +327,7 @@ class BrokenWatch:
 )
 def test_a_session_whose_watch_fails_ends_the_watch_and_the_workers(error, seen, monkeypatch):
     before, watch = workers_of(), BrokenWatch()
-    monkeypatch.setattr(session_module, "watching", lambda gpus, own_pids: watch)
-    # Conditions are watched on GPUs alone.
-    monkeypatch.setattr(
-        session_module, "Pool", lambda backend, *given, **more: Pool("host", *given, **more)
-    )
+    watched_by(watch, monkeypatch)
     with pytest.raises(seen), session_of(backend="cuda") as session:
         watch.broken = True
         if error:
@@ -339,11 +343,7 @@ def test_what_idle_gpus_do_is_no_change_and_what_they_do_under_load_is(ends_at, 
     def look():
         return (GpuConditions(gpu=0, sm_mhz=clocks.pop(0)),)
 
-    watch = contextlib.nullcontext(look)
-    monkeypatch.setattr(session_module, "watching", lambda gpus, own_pids: watch)
-    monkeypatch.setattr(
-        session_module, "Pool", lambda backend, *given, **more: Pool("host", *given, **more)
-    )
+    watched_by(contextlib.nullcontext(look), monkeypatch)
     with session_of(backend="cuda") as session:
         pass
     fell = [note for note in session.notices if "SM clock fell" in note]

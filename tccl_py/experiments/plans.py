@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -180,11 +180,8 @@ def run(
 
 def _check_dry_tuning(target: Target) -> None:
     """Check that tuning in host memory, which rewrites a plan, replaces nothing of GPUs."""
-    plan, of_gpus = target.plan, False
-    with suppress(InputError):
-        verified = Verification.load(target.directory)
-        of_gpus = verified is not None and not verified.dry_run
-    if of_gpus or not (plan.simulated or plan.dry_run):
+    is_measured = not (target.plan.simulated or target.plan.dry_run)
+    if is_measured or Verification.is_of_gpus(target.directory):
         what = f"is a dry run, and {target.directory} is a plan with results of GPUs"
         raise InputError("`tune`", what, "leave `backend` out, or tune a simulated plan")
 

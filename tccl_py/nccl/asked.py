@@ -324,11 +324,9 @@ class InstalledRings:
             # A single question can wait until it is needed, unless collectives run with it.
             if not self.able or (len(part) < 2 and not self._sizes):
                 return
-            sizes, self._sizes = self._sizes, ()
-            first, other = Question(gpus=self._gpus, sizes=sizes), Question(gpus=self._gpus)
-            questions = [first, *[other] * (len(part) - 1)]
-            variables = map(environment, part)
-            jobs = [(of, [asked]) for of, asked in zip(variables, questions, strict=True)]
+            jobs = [(environment(settings), [Question(gpus=self._gpus)]) for settings in part]
+            jobs[0][1][0] = Question(gpus=self._gpus, sizes=self._sizes)
+            self._sizes = ()
             try:
                 answers = ask_together(jobs)
             except MeasurementError:

@@ -25,7 +25,7 @@ from tccl_py.plan.chains import WORLD, HostPath, Number, PlanChain, PlanHop
 from tccl_py.plan.plan import FORMAT_VERSION, Plan
 from tccl_py.plan.staging import AGAIN, PLAN_FILE, check_if_listed, settle
 
-_AGAIN = "plan it again"
+_AGAIN, _RIGHT = "plan it again", "name a directory of `tccl plan`"
 
 
 class _Head(msgspec.Struct):
@@ -63,20 +63,23 @@ def load_plan(path: Path | str) -> Plan:
     return msgspec.structs.replace(plan, dry_run=dry_run)
 
 
+def is_directory(path: Path) -> bool:
+    """Return whether a plan's path is a directory (InputError: the system does not take it)."""
+    with refused(path, "cannot be read", _RIGHT):
+        return path.is_dir()
+
+
 def plan_file(path: Path) -> Path:
     """Return the file of a plan: `path` itself, or plan.json in a directory.
 
     Raises InputError: the directory holds none, or its digest differs from the manifest.
     """
-    with refused(path, "cannot be read", "name a directory of `tccl plan`"):
-        there, is_directory = path.exists(), path.is_dir()
-    if not there:
-        raise InputError(str(path), missing(path), "name a directory of `tccl plan`")
-    if not is_directory:
+    if not is_directory(path):
+        require(path.exists(), str(path), missing(path), _RIGHT)
         return path
     settle(path)
     if not (path / PLAN_FILE).exists():
-        fault, right = f"holds no {PLAN_FILE}", "name a directory of `tccl plan`"
+        fault, right = f"holds no {PLAN_FILE}", _RIGHT
         if (env_file := path / "nccl" / "env.sh").is_file():
             fault += ", but files of `tccl export`"
             right = f"use them by `. {quote(str(env_file))}`, or {right}"

@@ -22,13 +22,12 @@ from tccl_py.files import (
     missing,
     read_bytes,
     read_text,
-    refused,
     write_atomically,
 )
 from tccl_py.model.machine import DiscoveredMachine, Fingerprint
 from tccl_py.nccl.tuner import TunerTable, check_tables, tune_lines
 from tccl_py.plan.directory import MachineFiles, machine_file
-from tccl_py.plan.load import load_plan
+from tccl_py.plan.load import is_directory, load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import (
     MANIFEST_FILE,
@@ -45,9 +44,7 @@ def plan_in(directory: Path) -> Plan:
 
     Raises InputError: a file, nothing there, or as `load_plan`.
     """
-    with refused(directory, "cannot be read", "name a directory of `tccl plan`"):
-        is_directory = directory.is_dir()
-    if not is_directory:
+    if not is_directory(directory):
         fault = missing(directory, "is no directory")
         raise InputError(str(directory), fault, "name a directory of `tccl plan`")
     return load_plan(directory)
@@ -117,12 +114,17 @@ class Kept(_Head, frozen=True, forbid_unknown_fields=True):
         """Return what makes the content of a file no finding, as a clause; "" if nothing does."""
         return ""
 
+    @classmethod
+    def is_of_gpus(cls, directory: Path) -> bool:
+        """Return whether a plan's directory has one, and not of a dry run."""
+        with suppress(InputError):
+            kept = cls.load(directory)
+            return kept is not None and not kept.dry_run
+        return False
+
     def gives_way(self, directory: Path) -> bool:
         """Return whether it is of a dry run, and a plan's directory has the same of GPUs."""
-        with suppress(InputError):
-            earlier = self.load(directory) if self.dry_run else None
-            return earlier is not None and not earlier.dry_run
-        return False
+        return self.dry_run and self.is_of_gpus(directory)
 
     def keep(self: K, directory: Path, say: Callable[[str], None] | None = None) -> K:
         """Write the file into a plan's directory, whole or not at all; return the value.
