@@ -417,6 +417,7 @@ def test_a_signal_leaves_the_best_so_far_and_a_journal_that_is_gone_on_from(tmp_
 )
 def test_a_journal_of_another_machine_noise_or_seed_is_refused(other, tmp_path, monkeypatch):
     command = ("plan", "-o", tmp_path, "--simulate", SMALL, "--noise", "0.05", "--seed", "3")
+    command += ("--rings", "1,2,4")
     with monkeypatch.context() as patched:
         patched.setattr("tccl_py.cli.plan.ProgressLine", Impatient)
         assert tccl(*command).exit_code == 130

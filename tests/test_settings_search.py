@@ -1,5 +1,8 @@
 """The search over settings: NCCL's own choice is its floor, and interruptions keep the best."""
 
+import random
+from itertools import pairwise
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -7,7 +10,7 @@ from hypothesis import strategies as st
 
 from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.plan.chains import condensed
-from tccl_py.planning.choices import SettingsSearch, as_graph, rated_choices
+from tccl_py.planning.choices import SettingsSearch, as_graph, mechanisms, rated_choices
 from tccl_py.planning.request import Task, rings_under
 from tccl_py.planning.study import CAREFUL, measured_well, search_under
 from tccl_py.search.problem import Budget
@@ -186,3 +189,61 @@ def test_condensed_rings_keep_their_shares(orders):
     short = condensed(orders)
     times = len(orders) // len(short)
     assert sorted(short * times) == sorted(orders)
+
+
+@pytest.mark.parametrize("name", SEVERAL_GPUS)
+def test_where_orders_are_alike_no_order_and_no_second_ring_is_faster(name):
+    task = task_for(name)
+    for settings in mechanisms(task):
+        if not task.orders_alike(settings):
+            continue
+        chance = random.Random(0)
+        orders = [tuple(chance.sample(task.gpus, len(task.gpus))) for _ in range(12)]
+        sets = [(order,) for order in orders] + list(pairwise(orders))
+        rings = [rings_under(task, settings, orders) for orders in sets]
+        rates = [ring.rate(task.source.measure([ring.flows])[0]) for ring in rings]
+        assert max(rates) <= min(rates[:12]) * (1 + 1e-9)
+
+
+def test_orders_are_alike_behind_switches_and_where_the_machine_exchanges_all_gpus():
+    alike = {
+        name: [task.orders_alike(settings) for settings in mechanisms(task)]
+        for name in SEVERAL_GPUS
+        for task in [task_for(name)]
+    }
+    assert all(alike["h200x4-vm"])
+    # Direct over NVSwitches, or bounced on two NUMA nodes.
+    assert alike["nvswitch-8gpu-8nic"][0]
+    assert not all(alike["nvswitch-8gpu-8nic"])
+    assert not any(alike["asus-esc8000a-e13p"])
+    # NVLinks join pairs of GPUs.
+    assert not alike["amd-v100"][0]
+
+
+class LamePair:
+    """Measures a machine that is described as symmetric, with one pair of GPUs at half speed."""
+
+    simulated = True
+
+    def __init__(self, factor):
+        self.factor, self.sizes = factor, set()
+        self._simulator = Simulator(load_bundled(SMALL))
+
+    def measure(self, sets):
+        return [self._lamed(answer) for answer in self._simulator.measure(sets)]
+
+    def _lamed(self, answer):
+        self.sizes.add(len(answer.transfers))
+        slow = any(str(flow).startswith("G0->G0->G1") for flow in answer.transfers.flows)
+        factor = self.factor if slow else 1.0
+        rows = tuple(tuple(factor * rate for rate in row) for row in answer.samples_gbps)
+        return msgspec.structs.replace(answer, samples_gbps=rows)
+
+
+@pytest.mark.parametrize(("factor", "differ"), [(1.0, False), (0.5, True)])
+def test_sets_of_two_rings_are_searched_only_where_orders_turn_out_to_differ(factor, differ):
+    source = LamePair(factor)
+    task = msgspec.structs.replace(task_for(SMALL, source=Bench(source)), fewest_first=True)
+    result = search_under(task, mechanisms(task)[0], floor=0.0, sets=200, check_bound=True)
+    assert result.symmetric != differ
+    assert (2 * len(task.gpus) in source.sizes) == differ

@@ -121,6 +121,7 @@ class OneHost:
         require(len(gpus[0]) > 1, f"host {cluster.names[0]}", few, "a ring joins 2 or more")
         counts = request.ring_counts or (RING_COUNTS if len(gpus[0]) <= 8 else FEW_RING_COUNTS)
         more: dict[str, Any] = {"ring_counts": counts, "placement": True}
+        more |= {"fewest_first": request.ring_counts is None}
         more |= {"own_rings": own_rings, "reporter": reporter}
         self.task = task_for(Task, request, host, source, gpus[0], **more)
         self.sources = [self.task.source]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import permutations
+from math import factorial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -26,6 +28,7 @@ from tccl_py.nccl.settings import (
     pinned_level,
     pinned_values,
 )
+from tccl_py.nccl.system import PathType
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.versions import ASSUMED, Level
 from tccl_py.nccl.view import NcclView, view
@@ -110,7 +113,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     `p2p_level` is pinned for all jobs, if set. `own_rings` returns NCCL's own rings under each of
     several settings; None computes them by NCCL's rules. `nics` are those of chains over several
     hosts. With `placement` the jobs load the NCCL plugin, which places bounce buffers, on `nodes`
-    by GPU where these are known. `spaces` caches hop spaces.
+    by GPU where these are known. With `fewest_first` sets of more rings than the fewest are
+    searched only where these may be faster; see `orders_alike`. `spaces` caches hop spaces.
     """
 
     machine: Machine
@@ -119,6 +123,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     gpus: tuple[int, ...]
     version: str
     ring_counts: tuple[int, ...] = (1,)
+    fewest_first: bool = False
     strategy: str | Strategy = "best-first"
     budget: Budget = Budget()
     reporter: Reporter | None = None
@@ -184,6 +189,28 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     def symmetry(self) -> Symmetry:
         """The symmetry of the machine as far as it exchanges the GPUs."""
         return automorphisms(self.machine, self.knowledge, gpus=self.gpus)
+
+    def orders_alike(self, settings: Settings) -> bool:
+        """Return whether the machine's description makes all orders of the GPUs equally fast.
+
+        So it is where each pair of GPUs has one mechanism, and they talk through NVSwitches, or the
+        machine's symmetry exchanges them all. Then one ring uses each GPU's way in and out as much
+        as several rings would. Links that join two GPUs are used by some orders alone.
+        """
+        names = {f"G{gpu}" for gpu in self.gpus}
+        hops = [hop for choices in self.space(settings, 1).hops.values() for hop in choices]
+        bridged = any(
+            link.joins_gpus and {link.source, link.target} <= names for link in self.machine.nvlinks
+        )
+        if bridged or len(hops) != len(names) * (len(names) - 1):
+            return False
+        paths = self.view(settings).paths
+        if not any(hop.flow.is_bounce for hop in hops) and all(
+            paths[pair].type == PathType.NVL for pair in permutations(names, 2)
+        ):
+            return True
+        others = len(self.machine.gpus) - len(names)
+        return self.symmetry.order == factorial(len(names)) * factorial(others)
 
     def problem(self, settings: Settings, counts: Sequence[int]) -> SearchProblem:
         """Return the search for sets of so many rings under one choice of settings."""

@@ -143,7 +143,8 @@ def search_under(
     if not task.source.has_time():
         return None
     counts = [count for count in task.ring_counts if settings.channels % count == 0]
-    try:
+
+    def search(counts: Sequence[int]) -> SearchResult:
         problem = msgspec.structs.replace(
             task.problem(settings, counts),
             known=tuple(tuple(candidate) for candidate in known),
@@ -152,6 +153,13 @@ def search_under(
             check_bound=check_bound,
         )
         return find_rings(problem, strategy=task.strategy, reporter=task.reporter)
+
+    try:
+        if task.fewest_first and len(counts) > 1 and task.orders_alike(settings):
+            result = search(counts[:1])
+            if result.cancelled or result.symmetric:
+                return result
+        return search(counts)
     except (SearchError, MeasurementError):
         return None
 

@@ -86,7 +86,8 @@ class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
     `bound_gbps` (None: unknown), as far as `assumptions` (sentences) are true that were not checked
     for all sets; `proven` means within the tolerance without any. `sets_measured` counts new
     measurements, `sets_remembered` those of a journal or an earlier search, `sets_by_symmetry` sets
-    known by an image or a repetition.
+    known by an image or a repetition. `symmetric` is whether measurements confirmed the symmetry
+    that the problem describes.
     """
 
     strategy: str
@@ -102,6 +103,7 @@ class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
     simulated: bool
     assumed: bool
     cancelled: bool = False
+    symmetric: bool = False
     notices: tuple[str, ...] = ()
 
 

@@ -46,6 +46,7 @@ AGREEMENT = 0.03
 CONFIRMATIONS = 4
 """Fresh measurements of a finalist in each round; each round the better half stays."""
 MONOTONE = "for the bound, adding a transfer never speeds up another"
+LESS_SYMMETRIC = "the machine is less symmetric than described; searched again"
 SYMMETRIC = "for the bound, sets that the machine's symmetry exchanges are equally fast"
 
 
@@ -53,7 +54,8 @@ class Run:
     """One run of one strategy: the problem, the evaluator, the incumbent, and the reporter.
 
     A strategy may store upper bounds by ring count in `bounds`, with unchecked `assumptions` that
-    they rest on, and remarks in `notices`.
+    they rest on, and remarks in `notices`; `symmetric` is whether measurements confirmed the
+    symmetry that the problem describes.
     """
 
     def __init__(self, problem: SearchProblem, strategy: str, reporter: Reporter | None) -> None:
@@ -69,6 +71,7 @@ class Run:
         self.bounds: dict[int, float] = {}
         self.assumptions: tuple[str, ...] = ()
         self.notices: list[str] = []
+        self.symmetric = False
         self._reporter = reporter
         self._count = min(problem.spaces)
 
@@ -216,6 +219,7 @@ def _result(run: Run, *, cancelled: bool) -> SearchResult:
         simulated=run.problem.source.simulated,
         assumed=run.evaluator.assumed,
         cancelled=cancelled,
+        symmetric=run.symmetric,
         notices=tuple(run.notices),
     )
 
@@ -237,6 +241,9 @@ def _best_first(run: Run) -> None:
         run.offer_known(known)
         searches = _search_all_counts(run, indices())
         if _holds(run, searches):
+            described = len(symmetry.elements)
+            kept = all(len(search.index.symmetry.elements) == described for search in searches)
+            run.symmetric = kept and LESS_SYMMETRIC not in run.notices
             break
         run.report()
         run.bounds.clear()
@@ -246,8 +253,7 @@ def _best_first(run: Run) -> None:
         if run.incumbent.best is not None:
             known.append(run.incumbent.best.rings.rings)
         run.incumbent.clear()
-        note = "the machine is less symmetric than described; searched again"
-        run.notices += [] if note in run.notices else [note]
+        run.notices += [] if LESS_SYMMETRIC in run.notices else [LESS_SYMMETRIC]
     _bound_by_all(run)
 
 
