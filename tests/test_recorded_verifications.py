@@ -226,3 +226,20 @@ def test_seven_rounds_give_nearly_all_verdicts_of_ten():
     names = ("h200x2-vm", "h200x4-vm", "h200x2-vm-no-p2p-tuned", "h200x4-vm-no-p2p")
     assert sum(verdicts(recorded(name), 7) for name in names) == 31
     assert sum(verdicts(recorded(name), 10) for name in names) == 33
+
+
+@pytest.mark.parametrize(
+    ("name", "gain"), [("h200x2-vm-no-p2p-job", 1.18), ("h200x4-vm-no-p2p-job", 1.28)]
+)
+def test_a_job_gains_by_variables_that_are_not_harmless_for_all_jobs(name, gain):
+    found = recorded(name)
+    assert (found.winner, found.accepted) == ("default", True)
+    job = found.workload
+    assert job.chosen == "variables"
+    assert job.choices["variables"].speed.low > gain - 0.01
+    variables = found.arms[1]
+    assert variables.large.low > 1.36 and {row.collective for row in variables.losses} >= {
+        "send_recv",
+        "all_to_all",
+    }
+    assert all(arm.gbps > 0.93 * arm.predicted_gbps for arm in found.arms)
