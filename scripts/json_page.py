@@ -58,9 +58,12 @@ class Choice(Keys, kw_only=True):
 
 
 class Choices(Keys, kw_only=True):
-    """The three ways to run NCCL."""
+    """The ways to run NCCL."""
 
     default: Choice
+    large_buffers: Annotated[
+        Choice | UnsetType, says("where variables alone take chunks from send/recv")
+    ] = msgspec.field(default=UNSET, name="large-buffers")
     variables: Choice
     graph: Choice
 

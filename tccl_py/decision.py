@@ -122,10 +122,10 @@ def best_for(steps: Mapping[ChoiceName, StepTime]) -> ChoiceName:
     """
 
     def handicapped(name: ChoiceName) -> float:
-        return steps[name].seconds * (1 + AS_GOOD) ** CHOICES.index(name)
+        return steps[name].seconds * (1 + AS_GOOD) ** compared.index(name)
 
-    usable = [name for name in CHOICES if name in steps]
-    usable = [name for name in usable if name == "default" or steps[name].faster]
+    compared = [name for name in CHOICES if name in steps]
+    usable = [name for name in compared if name == "default" or steps[name].faster]
     return min(usable, key=handicapped)
 
 

@@ -128,7 +128,7 @@ BAD = {
     "one argument too many": (("show", "plan", "more"), "Not expected here: (more); see"),
     "no choice of a plan": (
         ("env", "plan", "--choice", "mine"),
-        "--choice 'mine': is not known; one of default, variables, graph",
+        "--choice 'mine': is not known; one of default, large-buffers, variables, graph",
     ),
     "no number": (("measure", SET, *ON, "--noise", "much"), "--noise 'much': is no number"),
     "no plan to show": (("show", "no/plan"), "no/plan: does not exist; name a directory of"),

@@ -404,7 +404,7 @@ def test_settings_under_which_the_job_fails_are_told(place, jobs):
         (("--sizes", "4K,x"), "--sizes: 'x': is no size"),
         (("--sizes", "17G"), "--sizes: '17G': is no size"),
         (("--sizes", ""), "--sizes: '': is no size"),
-        (("--choice", "rings"), "--choice 'rings': is not known; one of variables, graph"),
+        (("--choice", "rings"), "--choice 'rings': is not known; one of large-buffers, variables"),
         (("--choice", "graph", "--tune"), "--choice with --tune: contradict"),
         (("--collective", "sum"), "--collective 'sum': is not known; one of all_reduce,"),
         (("--backend", "tpu"), "backend 'tpu': is not known; one of cuda, host"),

@@ -37,7 +37,7 @@ from tccl_py.experiments.sizes import load_sizes
 from tccl_py.experiments.spec import Dtype
 from tccl_py.launchers import in_job
 from tccl_py.model.measurement import Backend
-from tccl_py.plan.chains import ChoiceName
+from tccl_py.plan.chains import CHOICES, ChoiceName
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import plan_in
@@ -72,7 +72,7 @@ _NAME = re.compile(r"NCCL_[A-Z0-9_]{1,60}", re.ASCII)
 def verify(
     directory: Path = options.DIRECTORY,
     *,
-    choice: str | None = opt("variables|graph", "Compare this choice alone."),
+    choice: str | None = opt("|".join(CHOICES[1:]), "Compare this choice alone."),
     rounds: int = opt("N", "Rounds with a job of each choice.", default=RunBudget().rounds),
     sizes: str | None = opt("LIST", "As 4K,1M,256M; 1K to 1G if not given, in a dry run to 4M."),
     seconds: float | None = opt("S", "No round after this but the first 7; 300, in a dry run 30."),
@@ -135,7 +135,7 @@ def verify(
     if program is not None:
         size_options(budget.sizes)
     if choice is not None:
-        one_of("--choice", choice, ("variables", "graph"))
+        one_of("--choice", choice, CHOICES[1:])
     if choice is not None and tune:
         raise InputError("--choice with --tune", "contradict", "--tune compares all choices")
     if in_job():

@@ -98,7 +98,8 @@ class _Place(msgspec.Struct, frozen=True):
 def deliver(plan: Plan, directory: Path, request: JobRequest, *, say: Say) -> Delivery:
     """Return what a job gets; `say` is told why it gets nothing, or less than was asked for.
 
-    Raises InputError: GPUs of a machine's plan, or a host, are asked of the other kind of plan.
+    Raises InputError: GPUs of a machine's plan, or a host, are asked of the other kind of plan, or
+    a choice that the plan does not have.
     """
     # 1. Find the place of the job in the plan, and whether the plan holds there.
     if plan.dry_run and not request.force:
@@ -110,6 +111,7 @@ def deliver(plan: Plan, directory: Path, request: JobRequest, *, say: Say) -> De
     if disabled:
         say(f"the plan is disabled, NCCL chooses its own rings: {disabled}")
         return Delivery(job=place.job, disabled=disabled, refused=True)
+    _check_choice(plan, request)
     # 2. Choose: a graph file needs its own GPUs, and placed buffers the plugin or a rank's memory.
     choice, refused = request.choice or _offered(plan, request.gpus, say), bool(place.no_file)
     plugin, file, numa_id = request.plugin, "", None
@@ -144,6 +146,13 @@ def deliver(plan: Plan, directory: Path, request: JobRequest, *, say: Say) -> De
     )
 
 
+def _check_choice(plan: Plan, request: JobRequest) -> None:
+    """Refuse a choice that the plan does not have (InputError)."""
+    fits = request.choice is None or request.choice in plan.choices
+    right = f"it has {', '.join(plan.choices)}"
+    require(fits, f"`choice` {request.choice}", "is not in the plan", right)
+
+
 def choice_variables(
     plan: Plan, directory: Path, choice: ChoiceName, file: str, *, plugin: bool = True
 ) -> dict[str, str]:
@@ -163,6 +172,7 @@ def deliver_to_host(plan: Plan, directory: Path, request: JobRequest, *, say: Sa
 
     With the request's `plugin` it is loaded where that works; `say` is told where it does not.
     """
+    _check_choice(plan, request)
     choice = request.choice or plan.recommended
     own = choice == plan.recommended
     what = "is for jobs over exactly its GPUs, and these lines are for all of the host"
@@ -268,7 +278,7 @@ def _offered(plan: Plan, gpus: Iterable[int] | None, say: Say) -> ChoiceName:
         return plan.recommended
     if plan.recommended == "graph" and part.rings:
         return "variables"
-    if plan.recommended == "variables" and not part.rings:
+    if plan.is_by_variables and not part.rings:
         listed = ",".join(map(str, part.gpus))
         say(f"default NCCL: the plan's variables gain nothing over GPUs {listed}")
         return "default"

@@ -29,6 +29,7 @@ from tccl_py.plan.text import CHOICE_WORDS
 
 WINS: dict[ChoiceName, str] = {
     "default": "default NCCL wins",
+    "large-buffers": "large buffers win",
     "variables": "variables win",
     "graph": "the graph file wins",
 }

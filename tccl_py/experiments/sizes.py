@@ -158,7 +158,8 @@ def arms_of(target: Target, library: Path | None, gpus: tuple[int, ...]) -> tupl
     That one has the plugin's tuner, and the set's own graph file if the plugin gives one.
     """
     first = target.arm(target.plan.recommended)
-    further = (arm for arm in target.arms if arm.name not in ("graph", first.name))
+    others = {"default", "variables"} - {first.name}
+    further = (arm for arm in target.arms if arm.name in others)
     variables, graphs = dict(first.variables), first.graphs
     if library is not None:
         variables[TUNER_VARIABLE] = str(library.resolve())

@@ -217,10 +217,11 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         Variables that lose at some size have a note.
         """
         plan = self._with_rates(result.achieved)
-        variables = result.arm("variables")
-        if variables is not None and variables.objections:
-            note = "; ".join(variables.objections)
+        notes = {arm.name: "; ".join(arm.objections) for arm in result.arms}
+        if note := notes.get("variables"):
             plan = replace(plan, variables=replace(plan.variables, note=note))
+        if plan.large_buffers is not None and (note := notes.get("large-buffers")):
+            plan = replace(plan, large_buffers=replace(plan.large_buffers, note=note))
         dry_run = plan.dry_run or result.dry_run
         return replace(self, plan=replace(plan, winner=result.winner, dry_run=dry_run))
 
@@ -314,4 +315,8 @@ def _achieved(plan: Plan, rates: Rates) -> Plan:
     stock, default = plan.stock, rates.get("default")
     equal = default if plan.variables.settings == stock.settings else None
     variables = replace(plan.variables, achieved_gbps=rates.get("variables", equal))
-    return replace(plan, stock=replace(stock, achieved_gbps=default), variables=variables)
+    large = plan.large_buffers
+    if large is not None:
+        large = replace(large, achieved_gbps=rates.get("large-buffers"))
+    stock = replace(stock, achieved_gbps=default)
+    return replace(plan, stock=stock, large_buffers=large, variables=variables)

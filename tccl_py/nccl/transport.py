@@ -15,7 +15,15 @@ import msgspec
 from tccl_py.errors import InputError, require
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.rings import Hop, HopSpace, direct_read, direct_write
-from tccl_py.model.transfer import DEFAULT_FIFO_BYTES, Fifo, Flow, Place, Side, Transfer
+from tccl_py.model.transfer import (
+    DEFAULT_FIFO_BYTES,
+    FIFO_SLOTS,
+    Fifo,
+    Flow,
+    Place,
+    Side,
+    Transfer,
+)
 from tccl_py.nccl.settings import Settings, check_settings, environment_text
 from tccl_py.nccl.system import PathType
 from tccl_py.nccl.versions import ASSUMED, Level, version_facts
@@ -146,6 +154,21 @@ def mechanism_flow(
     host = Place("C", topo.machine.numa_of(f"G{owner}") if node is None else node)
     fifo = Fifo(bytes=size, side=side)
     return Flow((Transfer(start, sender, host), Transfer(host, receiver, end)), blocks, fifo)
+
+
+_CHUNK_BYTES, _NVLINK_CHUNK_BYTES = 128 << 10, 512 << 10
+
+
+def keeps_chunks(topo: NcclView, settings: Settings) -> bool:
+    """Return whether send/recv and all-to-all keep their chunks, in pairs of GPUs as well.
+
+    A chunk is an eighth of NCCL_BUFFSIZE if that is less than NCCL_P2P_PCI_CHUNKSIZE, or where all
+    paths of a communicator are NVLink NCCL_P2P_NVL_CHUNKSIZE (computeBuffSizes, init.cc).
+    """
+    pairs = permutations(topo.system.gpus, 2)
+    near = any(topo.paths[pair].type < PathType.PIX for pair in pairs)
+    chunk = _NVLINK_CHUNK_BYTES if near else _CHUNK_BYTES
+    return settings.buffsize >= chunk * FIFO_SLOTS
 
 
 # Settings that are searched: the values tried, for which choice, by measurement or by jobs.

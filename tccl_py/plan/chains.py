@@ -126,9 +126,9 @@ class PlannedHost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     first_rank: Number
 
 
-ChoiceName = Literal["default", "variables", "graph"]
+ChoiceName = Literal["default", "large-buffers", "variables", "graph"]
 CHOICES: tuple[ChoiceName, ...] = get_args(ChoiceName)
-"""Ways to run NCCL, the smallest intervention first."""
+"""Ways to run NCCL, the smallest intervention first: large buffers change less than variables."""
 
 
 class PlanChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

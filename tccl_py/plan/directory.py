@@ -178,7 +178,7 @@ class MachineFiles:
         """
         plan = self.plan
         gaining = [part for part in plan.parts.values() if part.gains]
-        if plan.recommended == "variables" and self.variables[1]:
+        if plan.is_by_variables and self.variables[1]:
             return tuple(IndexedSet(gpus=part.gpus) for part in gaining)
         return tuple(
             IndexedSet(

@@ -96,7 +96,9 @@ def check_plan(plan: Plan, *, where: str) -> Plan:
     along their chain, NICs that NCCL would not use so, or a rate above its bound.
     """
     check_cluster(plan.cluster, where=where)
-    searched = (plan.settings, plan.variables.settings, *(a.settings for a in plan.alternatives))
+    large = [] if plan.large_buffers is None else [plan.large_buffers.settings]
+    others = (plan.variables.settings, *(a.settings for a in plan.alternatives))
+    searched = (plan.settings, *large, *others)
     for settings in (*searched, plan.stock.settings):
         try:
             check_settings(settings)
@@ -118,6 +120,9 @@ def check_plan(plan: Plan, *, where: str) -> Plan:
     require(on_rails, where, "has rings that change NICs between hosts", right)
     _check_orders(plan, where)
     answers = plan.sizes.values()
+    kept = [name for name in (plan.winner, *plan.sizes) if name == "large-buffers"]
+    fault = "names large buffers, and has no such choice"
+    require(bool(large) or not kept, where, fault, _AGAIN)
     rows = {tuple((row.collective, row.bytes) for row in answer.rows) for answer in answers}
     require(len(rows) < 2, where, "has choices for different message sizes", _AGAIN)
     fits = plan.bound_gbps is None or plan.rate_gbps <= plan.bound_gbps
@@ -236,7 +241,7 @@ def _check_hosts(plan: Plan, where: str) -> None:
 def _check_orders(plan: Plan, where: str) -> None:
     """Check the rings of smaller communicators, and of the choices without a graph file."""
     everyone = sorted(plan.orders[0])
-    for choice in (plan.stock, plan.variables):
+    for choice in filter(None, (plan.stock, plan.large_buffers, plan.variables)):
         _check_rings(choice.rings, everyone, where)
     for subset in plan.subsets:
         _check_some(subset.gpus, everyone, where)

@@ -60,8 +60,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     `cluster` has the hosts in the order given, `hosts` in the planned order, which ranks have to
     follow; `class_gpus` the GPUs that are joined on hosts of each class, and `paths` the rings'
-    hops. `stock` is default NCCL, `variables` the best by environment variables alone, and the rest
-    is about graph files; `recommended` names the smallest of the three that is as good as the best.
+    hops. `stock` is default NCCL, `variables` the best by environment variables alone,
+    `large_buffers` the best of these that leave the chunks of send/recv as they are, if `variables`
+    do not, and the rest is about graph files; `recommended` names the smallest of these choices
+    that is as good as the best.
 
     Channels take the rings in turn. `rate_gbps` is the predicted bus bandwidth of a collective,
     `error` half its 95 % interval (relative), `achieved_gbps` the bandwidth of real collectives. No
@@ -100,6 +102,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     sets_by_symmetry: Number
     stock: PlanChoice
     variables: PlanChoice
+    large_buffers: PlanChoice | None = None
     alternatives: tuple[Alternative, ...] = ()
     subsets: tuple[SubsetRings, ...] = ()
     notices: tuple[str, ...] = ()
@@ -271,7 +274,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def choices(self) -> dict[ChoiceName, RatedChoice]:
-        """The three ways to run NCCL, the smallest intervention first."""
+        """The ways to run NCCL, the smallest intervention first."""
         graph = PlanChoice(
             settings=self.settings,
             rings=self.channel_rings,
@@ -280,9 +283,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             achieved_gbps=self.achieved_gbps,
             assumed=self.assumed,
         )
+        ways = zip(CHOICES, (self.stock, self.large_buffers, self.variables, graph), strict=True)
         return {
             name: RatedChoice(plan=self, name=name, **msgspec.structs.asdict(choice))
-            for name, choice in zip(CHOICES, (self.stock, self.variables, graph), strict=True)
+            for name, choice in ways
+            if choice is not None
         }
 
     @property
@@ -300,6 +305,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """The winner of jobs, or the smallest choice as good as the best; see `as_good`."""
         name = self.winner or as_good(self.rates)
         return "variables" if name == "default" and self.connects_by_variables else name
+
+    @property
+    def is_by_variables(self) -> bool:
+        """Whether variables alone are recommended."""
+        return self.recommended in ("large-buffers", "variables")
 
     @property
     def connects_by_variables(self) -> bool:

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import ClassVar, Literal, TypeVar
+from typing import ClassVar, TypeVar
 
 import msgspec
 
@@ -26,6 +26,7 @@ from tccl_py.files import (
 )
 from tccl_py.model.machine import DiscoveredMachine, Fingerprint
 from tccl_py.nccl.tuner import TunerTable, check_tables, tune_lines
+from tccl_py.plan.chains import ChoiceName
 from tccl_py.plan.directory import MachineFiles, machine_file
 from tccl_py.plan.load import is_directory, load_plan
 from tccl_py.plan.plan import Plan
@@ -177,7 +178,7 @@ class Tuning(Kept, frozen=True, kw_only=True):
     """
 
     FILE = "tuning.json"
-    choice: Literal["default", "variables", "graph"]
+    choice: ChoiceName
     nccl: str
     tables: tuple[TunerTable, ...] = ()
     simulated: bool = False

@@ -26,6 +26,7 @@ from tccl_py.plan.plan import Plan
 _MOST_RANKS = 32
 CHOICE_WORDS: dict[ChoiceName, str] = {
     "default": "default NCCL",
+    "large-buffers": "large buffers",
     "variables": "variables only",
     "graph": "graph file",
 }
@@ -73,7 +74,7 @@ def _advice(plan: Plan) -> str:
     if name == "default":
         none = f". No variable or graph file {ended if early else 'is clearly faster'}."
         return f"Leave NCCL as it is{_offered(plan) or none}"
-    if name == "variables":
+    if plan.is_by_variables:
         return f"Set {variables}{times}. No graph file {ended if early else 'is needed'}."
     if plan.needs_plugin:
         by = "Load the NCCL plugin"
@@ -122,12 +123,10 @@ def choice_words(name: ChoiceName, settings: Settings) -> str:
     >>> choice_words("variables", Settings(p2p_level="SYS", channels=2))
     'variables only, NCCL_P2P_LEVEL=SYS'
     """
-    words = {
-        "default": (),
-        "variables": settings_words(settings).split(", ")[:-1],
-        "graph": (settings_words(settings),),
-    }
-    return ", ".join([CHOICE_WORDS[name], *words[name]])
+    words = settings_words(settings)
+    if name != "graph":
+        words = "" if name == "default" else words.rpartition(", ")[0]
+    return ", ".join(filter(None, [CHOICE_WORDS[name], words]))
 
 
 def subset_files(plan: Plan) -> Iterator[tuple[tuple[int, ...], str, SubsetRings]]:
@@ -229,7 +228,7 @@ def _plugin_text(plan: Plan) -> str:
         )
     needed, optional = map(shell_text, files.variables)
     more = f"default NCCL with {needed}" if needed else "default NCCL"
-    if optional and plan.recommended == "variables":
+    if optional and plan.is_by_variables:
         count = counted(len(sets), "set")
         return f"{optional} for communicators over {count} of GPUs; {more} for others"
     rates = [rings.rate_gbps for _, _, rings in subset_files(plan)]
@@ -254,6 +253,7 @@ def _choice_text(plan: Plan, name: ChoiceName) -> str:
     tried = "tried " if plan.cut_short else ""
     how = {
         "default": "NCCL as it runs here",
+        "large-buffers": f"with {variables}: chunks of send/recv as by default",
         "variables": f"with {variables}" if variables else f"no variable {tried}helps",
         "graph": f"with a graph file of {_channels(choice.settings)}"
         + (f" and {variables}" if variables else "")

@@ -12,7 +12,7 @@ from tccl_py.errors import MeasurementError, SearchError
 from tccl_py.model.measurement import Measurement
 from tccl_py.nccl.graph_search import DefaultChoice
 from tccl_py.nccl.settings import Settings, environment
-from tccl_py.nccl.transport import candidates, values_of
+from tccl_py.nccl.transport import candidates, keeps_chunks, values_of
 from tccl_py.nccl.versions import version_facts
 from tccl_py.plan.chains import AS_GOOD, preferred
 from tccl_py.planning.request import Rings, Task, of_transports, rings_under
@@ -36,6 +36,8 @@ MIN_SETS = 40
 """Sets that the search under any one choice may measure at least, of a budget of as many."""
 WORTH = AS_GOOD
 """Settings farther from NCCL's defaults must promise this much more (relative)."""
+WORTH_ALL = 0.05
+"""The same where jobs that are not known shall have them: more channels slow send/recv too."""
 
 
 class SettingsSearch:
@@ -215,11 +217,14 @@ class Rated(msgspec.Struct, frozen=True, kw_only=True):
     """The choices without a graph file: NCCL's own rings, measured.
 
     Default NCCL is None where it has no rate; `note` says why, or what is special about it.
+    `large_buffers` are the best variables that leave the chunks of send/recv as they are, where
+    `variables` do not and these gain; see `keeps_chunks`.
     """
 
     default: Stock | None
     note: str
     variables: Stock
+    large_buffers: Stock | None = None
     cancelled: bool = False
 
 
@@ -250,15 +255,37 @@ def rated_choices(task: Task, variables: Variables | None = None) -> Rated:
         cancelled = True
     if not tried:
         raise SearchError("no settings of NCCL give every GPU a hop that can be measured")
-    # Of those within 1 % of the best, the one that sets the fewest variables.
-    most = max(choice.rate_gbps for choice in tried)
-    near = [choice for choice in tried if choice.rate_gbps * (1 + WORTH) >= most]
-    best = min(near, key=lambda choice: (len(environment(choice.settings)), choice.nccl.channels))
+    best = _smallest(tried)
+    kept = [choice for choice in tried if keeps_chunks(task.view(choice.settings), choice.settings)]
+    large: Stock | None = None
+    # Between hosts NCCL has buffers of other sizes as well.
+    if default is not None and best not in kept and not task.nics:
+        large = _smallest(kept, WORTH_ALL)
+        large = None if large is default else large
     if best is not default and not cancelled:
-        answer = measured_well(task.source, best.rings)
-        rate = best.rings.rate(answer)
-        best = msgspec.structs.replace(best, measurement=answer, rate_gbps=rate)
-    return Rated(default=default, note=note, variables=best, cancelled=cancelled)
+        best = _rated_well(task, best)
+        large = None if large is None else _rated_well(task, large)
+    return Rated(
+        default=default, note=note, variables=best, large_buffers=large, cancelled=cancelled
+    )
+
+
+def _smallest(tried: Sequence[Stock], worth: float = WORTH) -> Stock:
+    """Return of the choices within `worth` of the best the one with fewest variables, channels."""
+    most = max(choice.rate_gbps for choice in tried)
+    near = [choice for choice in tried if choice.rate_gbps * (1 + worth) >= most]
+
+    def cost(choice: Stock) -> tuple[int, int]:
+        settings = choice.settings
+        return len(environment(settings)), max(choice.nccl.channels, settings.min_channels or 0)
+
+    return min(near, key=cost)
+
+
+def _rated_well(task: Task, choice: Stock) -> Stock:
+    answer = measured_well(task.source, choice.rings)
+    rate = choice.rings.rate(answer)
+    return msgspec.structs.replace(choice, measurement=answer, rate_gbps=rate)
 
 
 def interval(measurement: Measurement) -> float:

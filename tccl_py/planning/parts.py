@@ -119,12 +119,12 @@ def smaller_sets(
     Only graph files need rings of their own, else rings are searched `everywhere` alone. Where the
     plugin gives variables to single communicators, NCCL's own rings are rated.
     """
-    variables = plan.variables.settings
+    variables = plan.job_settings if plan.is_by_variables else plan.variables.settings
     if everywhere or plan.recommended == "graph":
         planned = subset_rings(task, best.settings, best.orders)
         return _rated(task, planned, (best.settings, variables))
     few = len(task.gpus) <= ALL_SUBSETS_UP_TO
-    if few and plan.recommended == "variables" and plugin_environment(variables)[1]:
+    if few and plan.is_by_variables and plugin_environment(variables)[1]:
         return answered(subsets(task.machine, task.gpus), partial(_by_variables, task, variables))
     return ()
 

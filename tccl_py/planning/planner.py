@@ -165,8 +165,10 @@ class OneHost:
             dry_run=task.source.dry_run,
             cancelled=search.cancelled,
         )
+        large = rated.large_buffers
         self.choices = {
             "default": rated.default or rated.variables,
+            **({} if large is None else {"large-buffers": large}),
             "variables": rated.variables,
             "graph": best,
         }
@@ -178,7 +180,12 @@ class OneHost:
         # Over NVLink through another GPU default NCCL may be faster than what has a rate.
         relays = rated.default is None and not task.view(task.default_settings).by_network
         winner = "default" if relays else None
-        return msgspec.structs.replace(plan, alternatives=tuple(alternatives), winner=winner)
+        return msgspec.structs.replace(
+            plan,
+            alternatives=tuple(alternatives),
+            winner=winner,
+            large_buffers=None if large is None else choice_of(large, "", task),
+        )
 
     def with_parts(self, plan: Plan) -> Iterator[Plan]:
         """Yield the plan with the machine's limit, then with rings for smaller sets of GPUs."""

@@ -122,6 +122,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 52.0, 12.0, 10.0, 34.0
 _MOST_TICKS = 10
 SERIES = {
     "default": "default NCCL",
+    "large-buffers": "large buffers",
     "variables": "variables",
     "graph": "graph file",
     "plan": "the plan",

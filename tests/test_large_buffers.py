@@ -1,0 +1,184 @@
+"""The best variables that leave the chunks of send/recv and all-to-all as they are."""
+
+import json
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from tccl_py.cli.main import app
+from tccl_py.errors import InputError
+from tccl_py.experiments.rounds import RunBudget
+from tccl_py.experiments.target import read_target
+from tccl_py.nccl.settings import Settings, environment
+from tccl_py.nccl.transport import keeps_chunks
+from tccl_py.nccl.view import view
+from tccl_py.plan.chains import CHOICES
+from tccl_py.plan.directory import write_plan
+from tccl_py.plan.load import check_plan, load_plan
+from tccl_py.planning.planner import make_plan
+from tccl_py.report.verification import headline
+from tccl_py.simulator.descriptions import load_bundled
+from tccl_py.simulator.source import Simulator
+from tests.planned import PCIE, SMALL, as_only
+from tests.verified import FakeJobs, changed, dry_run, run_verification
+
+KIB, MIB = 1 << 10, 1 << 20
+NO_P2P = {"NCCL_P2P_DISABLE": "1"}
+SPEED = {128: 1.0, 256: 0.97, 512: 0.94, 1024: 0.81, 2048: 0.7, 4096: 0.5}
+"""Rates of bounces by KiB of a channel's FIFO, as on four H200 without P2P."""
+
+
+class Caching:
+    """Measures a machine whose host memory is faster through small FIFOs."""
+
+    simulated = True
+
+    def __init__(self, name):
+        self._simulator = Simulator(load_bundled(name))
+
+    def measure(self, sets):
+        return [self._slowed(answer) for answer in self._simulator.measure(sets)]
+
+    def _slowed(self, answer):
+        fifos = [flow.fifo.bytes for flow in answer.transfers.flows if flow.is_bounce and flow.fifo]
+        speed = SPEED[max(fifos) // KIB] if fifos else 1.0
+        rows = tuple(tuple(rate * speed for rate in row) for row in answer.samples_gbps)
+        return msgspec.structs.replace(answer, samples_gbps=rows)
+
+
+@pytest.fixture(scope="module")
+def plan():
+    model = load_bundled(SMALL)
+    return make_plan(model.machine, model.knowledge, Caching(SMALL), pinned_env=NO_P2P)
+
+
+@pytest.fixture
+def place(plan, tmp_path):
+    write_plan(plan, tmp_path, models=as_only(load_bundled(SMALL)))
+    return tmp_path
+
+
+def tccl(*words):
+    return CliRunner().invoke(app, list(map(str, words)))
+
+
+@pytest.mark.parametrize(
+    ("name", "level", "kib", "kept"),
+    [
+        (PCIE, None, 1024, True),
+        (PCIE, None, 512, False),
+        # Pairs of GPUs with NVLink have chunks of 512 KiB.
+        (SMALL, None, 4096, True),
+        (SMALL, None, 2048, False),
+        (SMALL, "LOC", 1024, True),
+        (SMALL, "LOC", 128, False),
+    ],
+)
+def test_chunks_are_an_eighth_of_the_buffers_where_that_is_less_than_by_default(
+    name, level, kib, kept
+):
+    model = load_bundled(name)
+    settings = Settings(p2p_level=level, buffsize=kib * KIB)
+    assert keeps_chunks(view(model.machine, model.knowledge, settings), settings) == kept
+
+
+def test_where_the_best_variables_cut_chunks_a_plan_has_the_best_that_do_not(plan):
+    default, large, variables = (plan.choices[name] for name in CHOICES[:3])
+    assert variables.settings.buffsize < MIB <= large.settings.buffsize
+    assert default.rate_gbps * 1.01 < large.rate_gbps < variables.rate_gbps
+    assert list(plan.choices) == list(CHOICES)
+    # What large all-reduces alone would take is recommended until jobs have run.
+    assert plan.recommended == "variables"
+
+
+@pytest.mark.parametrize("pinned", [{}, NO_P2P])
+def test_where_variables_leave_chunks_alone_there_is_no_such_choice(pinned):
+    model = load_bundled(SMALL)
+    plan = make_plan(model.machine, model.knowledge, Simulator(model), pinned_env=pinned)
+    assert plan.large_buffers is None
+    assert list(plan.choices) == [name for name in CHOICES if name != "large-buffers"]
+
+
+def test_commands_print_and_deliver_the_choice(plan, place):
+    assert load_plan(place) == plan
+    variables = environment(plan.large_buffers.settings)
+    shown = tccl("show", place).stdout
+    assert "large buffers" in shown
+    assert "chunks of send/recv as by default" in " ".join(shown.split())
+    given = json.loads(tccl("env", place, "--choice", "large-buffers", "--json").stdout)
+    assert (given["choice"], given["environment"]) == ("large-buffers", variables)
+    for words in (("report", place), ("diff", place, place), ("show", place, "--json")):
+        assert tccl(*words).exit_code == 0
+
+
+def test_a_choice_that_a_plan_does_not_have_is_refused(tmp_path):
+    model = load_bundled(SMALL)
+    plan = make_plan(model.machine, model.knowledge, Simulator(model))
+    write_plan(plan, tmp_path, models=as_only(model))
+    refused = tccl("env", tmp_path, "--choice", "large-buffers")
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert "it has default, variables, graph" in refused.stderr
+    with pytest.raises(InputError, match="large buffers"):
+        check_plan(changed(plan, winner="large-buffers"), where="plan.json")
+
+
+@pytest.mark.parametrize(
+    ("transferred", "winner"), [(0.99, "large-buffers"), (0.9, "default"), (None, "variables")]
+)
+def test_jobs_decide_whether_large_buffers_are_harmless(plan, place, transferred, winner):
+    """`transferred` is the speed of send/recv with large buffers, None that it never changes."""
+
+    def kib(environment):
+        return int(environment.get("NCCL_BUFFSIZE", 4 * MIB)) // KIB
+
+    def faster(environment):
+        return SPEED[kib(environment)] / SPEED[4096]
+
+    def seconds(size, environment):
+        return (1e-4 + size / 1e10) / faster(environment)
+
+    def transfers(environment):
+        if kib(environment) == 4096:
+            return 1.0
+        small = 0.6 if kib(environment) < 1024 else transferred
+        return faster(environment) / (1.0 if transferred is None else small)
+
+    jobs = FakeJobs(seconds, noise=0.001, transfers=transfers)
+    budget = RunBudget(sizes=(4096, 64 * MIB, 256 * MIB))
+    found = run_verification(plan, place, dry_run(plan, jobs), budget)
+    assert [arm.name for arm in found.arms] == list(CHOICES[:3])
+    assert found.winner == winner
+    settled = read_target(plan, place).settled(changed(found, backend="cuda")).plan
+    assert settled.recommended == winner
+    assert settled.job_settings == plan.choices[winner].settings
+    assert settled.large_buffers.achieved_gbps == found.arm("large-buffers").gbps
+    assert (
+        headline(found)[0]
+        .split(": ")[1]
+        .startswith(
+            {
+                "large-buffers": "large buffers win",
+                "default": "default NCCL wins",
+                "variables": "variables win",
+            }[winner]
+        )
+    )
+    write_plan(settled, place, models=as_only(load_bundled(SMALL)))
+    lines = (place / "nccl" / "nccl.conf").read_text()
+    assert all(
+        f"{name}={value}" in lines for name, value in environment(settled.job_settings).items()
+    )
+    assert tccl("show", place).exit_code == 0
+
+
+def test_a_graph_file_that_promises_more_is_compared_as_well_and_by_itself_always(plan, place):
+    jobs = FakeJobs(lambda size, _: 1e-4 + size / 1e10, noise=0.001)
+    budget = RunBudget(sizes=(4096, 64 * MIB))
+    alone = run_verification(plan, place, dry_run(plan, jobs), budget, choice="graph")
+    assert [arm.name for arm in alone.arms] == ["default", "graph"]
+    faster = changed(plan, rate_gbps=2 * plan.rate_gbps, bound_gbps=None)
+    found = run_verification(faster, place, dry_run(plan, jobs), budget)
+    assert [arm.name for arm in found.arms] == list(CHOICES)
+    assert len({found.order.count(letter) for letter in "ABCDE"}) == 1
+    assert found.winner == "default"
