@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
+from tccl_py.cli.plan import until_jobs_decide
 from tccl_py.errors import InputError
 from tccl_py.experiments.rounds import RunBudget
 from tccl_py.experiments.target import read_target
@@ -16,6 +17,7 @@ from tccl_py.nccl.view import view
 from tccl_py.plan.chains import CHOICES
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import check_plan, load_plan
+from tccl_py.plan.text import choice_words
 from tccl_py.planning.planner import make_plan
 from tccl_py.report.verification import headline
 from tccl_py.simulator.descriptions import load_bundled
@@ -98,6 +100,14 @@ def test_where_variables_leave_chunks_alone_there_is_no_such_choice(pinned):
     plan = make_plan(model.machine, model.knowledge, Simulator(model), pinned_env=pinned)
     assert plan.large_buffers is None
     assert list(plan.choices) == [name for name in CHOICES if name != "large-buffers"]
+
+
+def test_a_measured_plan_says_which_choices_jobs_have_to_judge(plan, capsys):
+    measured = changed(plan, simulated=False)
+    assert until_jobs_decide(measured).recommended == "default"
+    said = capsys.readouterr().err
+    for name in ("large-buffers", "variables"):
+        assert choice_words(name, plan.choices[name].settings) in said
 
 
 def test_commands_print_and_deliver_the_choice(plan, place):
