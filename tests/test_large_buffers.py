@@ -12,12 +12,12 @@ from tccl_py.errors import InputError
 from tccl_py.experiments.rounds import RunBudget
 from tccl_py.experiments.target import read_target
 from tccl_py.nccl.settings import Settings, environment
-from tccl_py.nccl.transport import keeps_chunks
+from tccl_py.nccl.transport import chunk_bytes
 from tccl_py.nccl.view import view
 from tccl_py.plan.chains import CHOICES
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import check_plan, load_plan
-from tccl_py.plan.text import choice_words
+from tccl_py.plan.text import choice_words, diff
 from tccl_py.planning.planner import make_plan
 from tccl_py.report.verification import headline
 from tccl_py.simulator.descriptions import load_bundled
@@ -66,23 +66,23 @@ def tccl(*words):
 
 
 @pytest.mark.parametrize(
-    ("name", "level", "kib", "kept"),
+    ("name", "level", "kib", "chunk"),
     [
-        (PCIE, None, 1024, True),
-        (PCIE, None, 512, False),
-        # Pairs of GPUs with NVLink have chunks of 512 KiB.
-        (SMALL, None, 4096, True),
-        (SMALL, None, 2048, False),
-        (SMALL, "LOC", 1024, True),
-        (SMALL, "LOC", 128, False),
+        (PCIE, None, 1024, 128),
+        (PCIE, None, 512, 64),
+        # Pairs of GPUs with NVLink have chunks of 512 KiB, and lose them without P2P.
+        (SMALL, None, 4096, 512),
+        (SMALL, None, 2048, 256),
+        (SMALL, "LOC", 4096, 128),
+        (SMALL, "LOC", 128, 16),
     ],
 )
 def test_chunks_are_an_eighth_of_the_buffers_where_that_is_less_than_by_default(
-    name, level, kib, kept
+    name, level, kib, chunk
 ):
     model = load_bundled(name)
     settings = Settings(p2p_level=level, buffsize=kib * KIB)
-    assert keeps_chunks(view(model.machine, model.knowledge, settings), settings) == kept
+    assert chunk_bytes(view(model.machine, model.knowledge, settings)) == chunk * KIB
 
 
 def test_where_the_best_variables_cut_chunks_a_plan_has_the_best_that_do_not(plan):
@@ -192,3 +192,28 @@ def test_a_graph_file_that_promises_more_is_compared_as_well_and_by_itself_alway
     assert [arm.name for arm in found.arms] == list(CHOICES)
     assert len({found.order.count(letter) for letter in "ABCDE"}) == 1
     assert found.winner == "default"
+
+
+def test_a_recommended_graph_file_is_compared_whatever_it_promises(plan, place):
+    jobs = FakeJobs(lambda size, _: 1e-4 + size / 1e10, noise=0.001)
+    budget = RunBudget(sizes=(4096, 64 * MIB))
+    found = run_verification(changed(plan, winner="graph"), place, dry_run(plan, jobs), budget)
+    assert (found.chosen, found.accepted) == ("graph", True)
+
+
+def test_settings_that_equal_large_buffers_are_timed_as_these_and_keep_what_jobs_achieved(
+    plan, place
+):
+    target = read_target(plan, place)
+    equal = target.retuned({"variables": plan.large_buffers.settings})
+    assert equal.arm("variables").name == "large-buffers"
+    assert equal.arm("graph").name == "graph"
+    rates = {"default": 15.0, "large-buffers": 24.0, "variables": 30.0}
+    assert target.retuned({}, rates).plan.rates["large-buffers"][0] == 24.0
+
+
+def test_plans_that_differ_in_large_buffers_alone_differ(plan):
+    assert diff(plan, changed(plan, large_buffers=None)).keys() == {
+        "large_buffers",
+        "large_buffers_gbps",
+    }

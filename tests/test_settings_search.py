@@ -8,16 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tccl_py.model.machine import Knowledge
 from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.plan.chains import condensed
 from tccl_py.planning.choices import SettingsSearch, as_graph, mechanisms, rated_choices
 from tccl_py.planning.request import Task, rings_under
 from tccl_py.planning.study import CAREFUL, measured_well, search_under
 from tccl_py.search.problem import Budget
-from tccl_py.simulator.descriptions import load_bundled
+from tccl_py.simulator.descriptions import load_bundled, model_for
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.bench import Bench
 from tests.planned import FOUR_GPUS, PCIE, SEVERAL_GPUS, SMALL
+from tests.toy import toy_machine
 
 
 class Interrupted(Bench):
@@ -218,6 +220,22 @@ def test_orders_are_alike_behind_switches_and_where_the_machine_exchanges_all_gp
     assert not any(alike["asus-esc8000a-e13p"])
     # NVLinks join pairs of GPUs.
     assert not alike["amd-v100"][0]
+
+
+@pytest.mark.parametrize(("nodes", "alike"), [(1, True), (4, False)])
+def test_orders_over_links_between_numa_nodes_are_not_alike(nodes, alike):
+    """A ring and its reverse use different directions of these links."""
+    machine = toy_machine(gpus=4, numa_nodes=nodes)
+    source = Bench(Simulator(model_for(machine)))
+    task = Task(
+        machine=machine,
+        knowledge=Knowledge(),
+        source=source,
+        gpus=machine.gpu_indices,
+        version="2.30",
+    )
+    assert task.symmetry.order == 24
+    assert task.orders_alike(Settings(version="2.30", p2p_level="LOC")) == alike
 
 
 class LamePair:

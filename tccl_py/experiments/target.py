@@ -78,30 +78,38 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def arms(self) -> tuple[Arm, ...]:
-        """Return an arm for each different environment, default NCCL, the baseline, first.
+        """Return an arm for each different environment, default NCCL, the baseline, first."""
+        arms: dict[tuple[tuple[str, str], ...], Arm] = {}
+        for arm in self._arm_of_each.values():
+            arms.setdefault(tuple(sorted(arm.variables.items())), arm)
+        return tuple(arms.values())
+
+    @cached_property
+    def _arm_of_each(self) -> Mapping[ChoiceName, Arm]:
+        """Return the arm of each choice.
 
         Where NCCL makes no connection without the plan's variables, the baseline has them too.
         """
-        arms: dict[tuple[tuple[str, str], ...], Arm] = {}
+        arms: dict[ChoiceName, Arm] = {}
         for name, choice in self.plan.choices.items():
             variables = dict(self.plan.pinned_env)
             if self.plan.connects_by_variables:
                 variables |= environment(self.plan.variables.settings)
             if name != "default":
                 variables |= choice_variables(self.plan, self.directory, name, self.graph_file)
-            arm = Arm(
+            arms[name] = Arm(
                 name=name,
                 variables=variables,
                 settings=choice.settings,
                 predicted_gbps=choice.best_known_gbps,
                 graphs=dict(self.graphs) if "NCCL_GRAPH_FILE" in variables else {},
             )
-            arms.setdefault(tuple(sorted(variables.items())), arm)
-        return tuple(arms.values())
+        return arms
 
     def arm(self, name: ChoiceName) -> Arm:
-        """Return the arm of a choice: default NCCL's where the choice sets nothing else."""
-        return next((arm for arm in self.arms if arm.name == name), self.arms[0])
+        """Return the arm of a choice, or of a smaller one that sets the same."""
+        own = self._arm_of_each.get(name, self.arms[0])
+        return next(arm for arm in self.arms if arm.variables == own.variables)
 
     def over(self, gpus: tuple[int, ...]) -> tuple[Arm, ...]:
         """Return the arms over a set of a host's GPUs: graph files need rings planned for it."""
@@ -220,8 +228,12 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         notes = {arm.name: "; ".join(arm.objections) for arm in result.arms}
         if note := notes.get("variables"):
             plan = replace(plan, variables=replace(plan.variables, note=note))
-        if plan.large_buffers is not None and (note := notes.get("large-buffers")):
-            plan = replace(plan, large_buffers=replace(plan.large_buffers, note=note))
+        if plan.large_buffers is not None and "large-buffers" in notes:
+            large = replace(plan.large_buffers, note=notes["large-buffers"])
+            plan = replace(plan, large_buffers=large)
+        if result.winner == "large-buffers" != plan.recommended:
+            # What smaller sets of GPUs gain was rated under other variables.
+            plan = replace(plan, subsets=())
         dry_run = plan.dry_run or result.dry_run
         return replace(self, plan=replace(plan, winner=result.winner, dry_run=dry_run))
 

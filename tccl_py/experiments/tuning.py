@@ -77,7 +77,8 @@ def run_tuning(
         settings = {name: trial.settings for name, trial in best_of.items()}
         changes = {name: best for name, best in settings.items() if best != plan.choices[name]}
         # Predictions cannot be compared with job throughput: use the jobs' for all choices.
-        rates = {"default": tried[0].gbps, **{name: trial.gbps for name, trial in best_of.items()}}
+        rates = {name: gbps for name, gbps in first.achieved.items() if name not in plan.choices}
+        rates |= {"default": tried[0].gbps, **{n: trial.gbps for n, trial in best_of.items()}}
         changed = plan.retuned(changes, rates) if changes else plan
         if changed.choices == plan.choices:
             break
@@ -105,7 +106,7 @@ def run_tuning(
 
 def _rejections(result: Verification) -> Iterator[str]:
     """Yield why the tuned settings of each choice are not used."""
-    for arm in result.arms[1:]:
+    for arm in (arm for arm in result.arms[1:] if arm.name != "large-buffers"):
         why = "; ".join(arm.objections) or "no clear gain"
         lead = f"{arm.large.ratio:.2f}x default NCCL at large sizes"
         yield f"tuned, not used: {choice_words(arm.name, arm.settings)}: {lead}, but {why}"

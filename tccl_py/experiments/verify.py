@@ -40,7 +40,7 @@ def verify_target(
 
     Raises MeasurementError: a job of default NCCL failed, so nothing can be said of the others.
     """
-    begun, arms, only = time.monotonic(), _compared(target), budget.only
+    begun, arms, only = time.monotonic(), _compared(target, budget), budget.only
     if only is not None:
         arms = arms[0], target.arm(only)
         if arms[0] is arms[1]:
@@ -61,16 +61,17 @@ def verify_target(
     return judge.verdict(rounds)
 
 
-def _compared(target: Target) -> tuple[Arm, ...]:
-    """Return the arms to compare: of four one that promises no more than another is left out.
+def _compared(target: Target, budget: RunBudget) -> tuple[Arm, ...]:
+    """Return the arms to compare: of four a graph file that promises no more is left out.
 
     With the second arm of default NCCL four jobs run at the same time, and five take twice as long.
     """
-    choices = target.plan.choices
-    graph, variables = (choices[name].best_known_gbps or 0.0 for name in ("graph", "variables"))
-    more = graph > variables * (1 + AS_GOOD)
-    spared = () if more or "large-buffers" not in choices else ("graph",)
-    return tuple(arm for arm in target.arms if arm.name not in spared)
+    plan, arms = target.plan, target.arms
+    rates = [plan.choices[name].best_known_gbps or 0.0 for name in ("graph", "variables")]
+    promises = rates[0] > rates[1] * (1 + AS_GOOD) or plan.recommended == "graph"
+    if promises or plan.large_buffers is None or budget.workload is not None:
+        return arms
+    return tuple(arm for arm in arms if arm.name != "graph")
 
 
 class Judge(NamedTuple):

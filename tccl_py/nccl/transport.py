@@ -159,16 +159,16 @@ def mechanism_flow(
 _CHUNK_BYTES, _NVLINK_CHUNK_BYTES = 128 << 10, 512 << 10
 
 
-def keeps_chunks(topo: NcclView, settings: Settings) -> bool:
-    """Return whether send/recv and all-to-all keep their chunks, in pairs of GPUs as well.
+def chunk_bytes(topo: NcclView) -> int:
+    """Return the largest chunk of send/recv and all-to-all, among pairs of GPUs as well.
 
-    A chunk is an eighth of NCCL_BUFFSIZE if that is less than NCCL_P2P_PCI_CHUNKSIZE, or where all
-    paths of a communicator are NVLink NCCL_P2P_NVL_CHUNKSIZE (computeBuffSizes, init.cc).
+    It is NCCL_P2P_PCI_CHUNKSIZE, or where all paths of a communicator are NVLink
+    NCCL_P2P_NVL_CHUNKSIZE, and at most an eighth of NCCL_BUFFSIZE (computeBuffSizes, init.cc).
     """
     pairs = permutations(topo.system.gpus, 2)
     near = any(topo.paths[pair].type < PathType.PIX for pair in pairs)
     chunk = _NVLINK_CHUNK_BYTES if near else _CHUNK_BYTES
-    return settings.buffsize >= chunk * FIFO_SLOTS
+    return min(chunk, topo.settings.buffsize // FIFO_SLOTS)
 
 
 # Settings that are searched: the values tried, for which choice, by measurement or by jobs.

@@ -329,9 +329,11 @@ def diff(plan: Plan, other: Plan) -> dict[str, tuple[Any, Any]]:
             "gpus": of.class_gpus,
             **picked(of, *names),
             "default_gbps": of.stock.rate_gbps,
+            "large_buffers_gbps": large.rate_gbps if (large := of.large_buffers) else None,
             "variables_gbps": of.variables.rate_gbps,
             "environment": environment(of.settings),
             "channels": of.settings.channels,
+            "large_buffers": environment(large.settings) if large else None,
             "variables": environment(of.variables.settings),
         }
 

@@ -12,7 +12,7 @@ from tccl_py.errors import MeasurementError, SearchError
 from tccl_py.model.measurement import Measurement
 from tccl_py.nccl.graph_search import DefaultChoice
 from tccl_py.nccl.settings import Settings, environment
-from tccl_py.nccl.transport import candidates, keeps_chunks, values_of
+from tccl_py.nccl.transport import candidates, chunk_bytes, values_of
 from tccl_py.nccl.versions import version_facts
 from tccl_py.plan.chains import AS_GOOD, preferred
 from tccl_py.planning.request import Rings, Task, of_transports, rings_under
@@ -218,7 +218,7 @@ class Rated(msgspec.Struct, frozen=True, kw_only=True):
 
     Default NCCL is None where it has no rate; `note` says why, or what is special about it.
     `large_buffers` are the best variables that leave the chunks of send/recv as they are, where
-    `variables` do not and these gain; see `keeps_chunks`.
+    `variables` do not and these gain; see `chunk_bytes`.
     """
 
     default: Stock | None
@@ -256,7 +256,8 @@ def rated_choices(task: Task, variables: Variables | None = None) -> Rated:
     if not tried:
         raise SearchError("no settings of NCCL give every GPU a hop that can be measured")
     best = _smallest(tried)
-    kept = [choice for choice in tried if keeps_chunks(task.view(choice.settings), choice.settings)]
+    least = chunk_bytes(task.view(settings))
+    kept = [choice for choice in tried if chunk_bytes(task.view(choice.settings)) >= least]
     large: Stock | None = None
     # Between hosts NCCL has buffers of other sizes as well.
     if default is not None and best not in kept and not task.nics:

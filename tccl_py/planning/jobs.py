@@ -134,6 +134,7 @@ def as_achieved(
     shares = {n: got / rate for n, got in achieved.items() if (rate := choices[n].rate_gbps)}
     # Equal variables share an arm with default NCCL.
     shares.setdefault("variables", shares.get("default", 1.0))
+    winner = winner if winner in made.choices else "default"
     rates = {n: c.rate_gbps and c.rate_gbps * shares.get(n, 1.0) for n, c in made.choices.items()}
     tuned = made
     if plan.winner is not None:

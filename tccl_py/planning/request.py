@@ -209,6 +209,9 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
             paths[pair].type == PathType.NVL for pair in permutations(names, 2)
         ):
             return True
+        # A ring and its reverse use different links between NUMA nodes.
+        if len(names) > 2 and len({self.machine.numa_of(name) for name in names}) > 1:
+            return False
         others = len(self.machine.gpus) - len(names)
         return self.symmetry.order == factorial(len(names)) * factorial(others)
 
