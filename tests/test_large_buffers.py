@@ -162,6 +162,12 @@ def test_jobs_decide_whether_large_buffers_are_harmless(plan, place, transferred
     settled = read_target(plan, place).settled(changed(found, backend="cuda")).plan
     assert settled.recommended == winner
     assert settled.job_settings == plan.choices[winner].settings
+    noted = settled.large_buffers.note, settled.variables.note
+    assert tuple(map(bool, noted)) == (transferred == 0.9, transferred is not None)
+    fair = FakeJobs(lambda size, _: 1e-4 + size / 1e10, noise=0.001)
+    later = run_verification(settled, place, dry_run(settled, fair), budget)
+    without = read_target(settled, place).settled(later).plan
+    assert (without.large_buffers.note, without.variables.note) == ("", "")
     assert settled.large_buffers.achieved_gbps == found.arm("large-buffers").gbps
     assert (
         headline(found)[0]

@@ -222,12 +222,12 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def settled(self, result: Verification) -> Target:
         """Return the plan with the rates of a comparison, and the winner as its choice.
 
-        Variables that lose at some size have a note.
+        Variables that lose at some size have a note; those that lose no more have none.
         """
         plan = self._with_rates(result.achieved)
         notes = {arm.name: "; ".join(arm.objections) for arm in result.arms}
-        if note := notes.get("variables"):
-            plan = replace(plan, variables=replace(plan.variables, note=note))
+        if "variables" in notes:
+            plan = replace(plan, variables=replace(plan.variables, note=notes["variables"]))
         if plan.large_buffers is not None and "large-buffers" in notes:
             large = replace(plan.large_buffers, note=notes["large-buffers"])
             plan = replace(plan, large_buffers=large)
