@@ -120,11 +120,11 @@ def best_for(steps: Mapping[ChoiceName, StepTime]) -> ChoiceName:
     faster by AS_GOOD than a smaller one. So more calls of a row that a choice wins never turn the
     decision from it to default NCCL.
     """
+    compared = [name for name in CHOICES if name in steps]
 
     def handicapped(name: ChoiceName) -> float:
         return steps[name].seconds * (1 + AS_GOOD) ** compared.index(name)
 
-    compared = [name for name in CHOICES if name in steps]
     usable = [name for name in compared if name == "default" or steps[name].faster]
     return min(usable, key=handicapped)
 

@@ -2,6 +2,7 @@
 
 import functools
 
+import msgspec
 import numpy as np
 
 from tccl_profiler.execution import RunResult
@@ -190,3 +191,9 @@ def _copied(stamps, timing, part, number, gbps):
         stamps[:] = stamps[0] + (np.arange(len(stamps)) * group_bytes / gbps).astype(np.uint64)
     else:  # let go long after the window
         stamps[1:] = stamps[0] + np.uint64(10**10)
+
+
+def scaled(answer, factor):
+    """A measurement with all rates times a factor."""
+    rows = tuple(tuple(factor * rate for rate in row) for row in answer.samples_gbps)
+    return msgspec.structs.replace(answer, samples_gbps=rows)

@@ -24,6 +24,7 @@ from tccl_py.simulator.descriptions import model_for
 from tccl_py.simulator.source import Simulator
 from tests.cluster_plans import FOUR, PAIR, cluster_plan
 from tests.drifting import Noisy, checked, exact_rates, journalled, with_slower_link
+from tests.fakes import scaled
 from tests.toy import toy_machine
 
 PCIE = "intel-v100"
@@ -137,8 +138,7 @@ class Disturbed:
         self.count += 1
         if self.count > self.first:
             return [found]
-        rows = tuple(tuple(rate / 2 for rate in row) for row in found.samples_gbps)
-        return [msgspec.structs.replace(found, samples_gbps=rows)]
+        return [scaled(found, 0.5)]
 
 
 # What is measured

@@ -2,7 +2,6 @@
 
 import json
 
-import msgspec
 import pytest
 from typer.testing import CliRunner
 
@@ -22,6 +21,7 @@ from tccl_py.planning.planner import make_plan
 from tccl_py.report.verification import headline
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
+from tests.fakes import scaled
 from tests.planned import PCIE, SMALL, as_only
 from tests.verified import FakeJobs, changed, dry_run, run_verification
 
@@ -45,8 +45,7 @@ class Caching:
     def _slowed(self, answer):
         fifos = [flow.fifo.bytes for flow in answer.transfers.flows if flow.is_bounce and flow.fifo]
         speed = SPEED[max(fifos) // KIB] if fifos else 1.0
-        rows = tuple(tuple(rate * speed for rate in row) for row in answer.samples_gbps)
-        return msgspec.structs.replace(answer, samples_gbps=rows)
+        return scaled(answer, speed)
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled, model_for
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.bench import Bench
+from tests.fakes import scaled
 from tests.planned import FOUR_GPUS, PCIE, SEVERAL_GPUS, SMALL
 from tests.toy import toy_machine
 
@@ -253,9 +254,7 @@ class LamePair:
     def _lamed(self, answer):
         self.sizes.add(len(answer.transfers))
         slow = any(str(flow).startswith("G0->G0->G1") for flow in answer.transfers.flows)
-        factor = self.factor if slow else 1.0
-        rows = tuple(tuple(factor * rate for rate in row) for row in answer.samples_gbps)
-        return msgspec.structs.replace(answer, samples_gbps=rows)
+        return scaled(answer, self.factor if slow else 1.0)
 
 
 @pytest.mark.parametrize(("factor", "differ"), [(1.0, False), (0.5, True)])

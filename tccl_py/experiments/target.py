@@ -23,7 +23,13 @@ from tccl_py.experiments.spec import Groups, groups_of
 from tccl_py.files import picked, read_text
 from tccl_py.model.rings import neighbours
 from tccl_py.nccl.graph_search import default_choice
-from tccl_py.nccl.settings import Settings, environment, pinned_level, settings_from_environment
+from tccl_py.nccl.settings import (
+    GRAPH_VARIABLE,
+    Settings,
+    environment,
+    pinned_level,
+    settings_from_environment,
+)
 from tccl_py.nccl.transport import SIZE_STAGE, candidates, final_channels, pair_mechanism, values_of
 from tccl_py.nccl.validator import NodeJob, Verdict, validate_cluster
 from tccl_py.plan.chains import ChoiceName, Order, PlanChain, per_channel
@@ -79,37 +85,38 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @cached_property
     def arms(self) -> tuple[Arm, ...]:
         """Return an arm for each different environment, default NCCL, the baseline, first."""
-        arms: dict[tuple[tuple[str, str], ...], Arm] = {}
-        for arm in self._arm_of_each.values():
-            arms.setdefault(tuple(sorted(arm.variables.items())), arm)
-        return tuple(arms.values())
+        return tuple(arm for name, arm in self._arm_of_choice.items() if arm.name == name)
 
     @cached_property
-    def _arm_of_each(self) -> Mapping[ChoiceName, Arm]:
-        """Return the arm of each choice.
+    def _arm_of_choice(self) -> Mapping[ChoiceName, Arm]:
+        """Return the arm of each choice, that of a smaller one where it sets the same.
 
         Where NCCL makes no connection without the plan's variables, the baseline has them too.
         """
         arms: dict[ChoiceName, Arm] = {}
+        different: dict[tuple[tuple[str, str], ...], Arm] = {}
         for name, choice in self.plan.choices.items():
             variables = dict(self.plan.pinned_env)
             if self.plan.connects_by_variables:
                 variables |= environment(self.plan.variables.settings)
             if name != "default":
                 variables |= choice_variables(self.plan, self.directory, name, self.graph_file)
-            arms[name] = Arm(
+            arm = Arm(
                 name=name,
                 variables=variables,
                 settings=choice.settings,
                 predicted_gbps=choice.best_known_gbps,
-                graphs=dict(self.graphs) if "NCCL_GRAPH_FILE" in variables else {},
+                graphs=dict(self.graphs) if GRAPH_VARIABLE in variables else {},
             )
+            arms[name] = different.setdefault(tuple(sorted(variables.items())), arm)
         return arms
 
     def arm(self, name: ChoiceName) -> Arm:
-        """Return the arm of a choice, or of a smaller one that sets the same."""
-        own = self._arm_of_each.get(name, self.arms[0])
-        return next(arm for arm in self.arms if arm.variables == own.variables)
+        """Return the arm of a choice, or of a smaller one that sets the same.
+
+        It is default NCCL's of a choice that the plan does not have.
+        """
+        return self._arm_of_choice.get(name, self.arms[0])
 
     def over(self, gpus: tuple[int, ...]) -> tuple[Arm, ...]:
         """Return the arms over a set of a host's GPUs: graph files need rings planned for it."""
@@ -231,7 +238,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         if plan.large_buffers is not None and "large-buffers" in notes:
             large = replace(plan.large_buffers, note=notes["large-buffers"])
             plan = replace(plan, large_buffers=large)
-        if result.winner == "large-buffers" != plan.recommended:
+        if result.winner == "large-buffers" and plan.recommended != "large-buffers":
             # What smaller sets of GPUs gain was rated under other variables.
             plan = replace(plan, subsets=())
         dry_run = plan.dry_run or result.dry_run

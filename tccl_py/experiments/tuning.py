@@ -106,7 +106,9 @@ def run_tuning(
 
 def _rejections(result: Verification) -> Iterator[str]:
     """Yield why the tuned settings of each choice are not used."""
-    for arm in (arm for arm in result.arms[1:] if arm.name != "large-buffers"):
+    for arm in result.arms[1:]:
+        if arm.name == "large-buffers":  # Are not tuned.
+            continue
         why = "; ".join(arm.objections) or "no clear gain"
         lead = f"{arm.large.ratio:.2f}x default NCCL at large sizes"
         yield f"tuned, not used: {choice_words(arm.name, arm.settings)}: {lead}, but {why}"

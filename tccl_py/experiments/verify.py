@@ -19,7 +19,7 @@ from tccl_py.experiments.rounds import Rounds, RunBudget, run_rounds
 from tccl_py.experiments.spec import Row, WrongValue, large_gbps, training_rows
 from tccl_py.experiments.target import Target
 from tccl_py.files import picked
-from tccl_py.plan.chains import AS_GOOD, ChoiceName
+from tccl_py.plan.chains import BY_VARIABLES, ChoiceName, as_good
 from tccl_py.plan.text import plan_name
 
 DRY_RUN = "a DRY RUN over gloo"
@@ -66,12 +66,12 @@ def _compared(target: Target, budget: RunBudget) -> tuple[Arm, ...]:
 
     With the second arm of default NCCL four jobs run at the same time, and five take twice as long.
     """
-    plan, arms = target.plan, target.arms
-    rates = [plan.choices[name].best_known_gbps or 0.0 for name in ("graph", "variables")]
-    promises = rates[0] > rates[1] * (1 + AS_GOOD) or plan.recommended == "graph"
+    plan, names = target.plan, tuple[ChoiceName, ...](("variables", "graph"))
+    rates = {name: (plan.choices[name].best_known_gbps or 0.0, 0.0) for name in names}
+    promises = "graph" in (as_good(rates), plan.recommended)
     if promises or plan.large_buffers is None or budget.workload is not None:
-        return arms
-    return tuple(arm for arm in arms if arm.name != "graph")
+        return target.arms
+    return tuple(arm for arm in target.arms if arm.name != "graph")
 
 
 class Judge(NamedTuple):
@@ -94,7 +94,7 @@ class Judge(NamedTuple):
         """Return the rows that each job times."""
         budget, world = self.budget, self.launcher.world
         # Variables hold for smaller communicators of a process as well.
-        by_variables = any(arm.name in ("large-buffers", "variables") for arm in self.arms)
+        by_variables = any(arm.name in BY_VARIABLES for arm in self.arms)
         groups = self.target.groups(world) if by_variables else ()
         # Cables need not join all pairs of hosts.
         transfers = () if self.target.plan.cluster.cables else budget.transfers(groups)

@@ -129,6 +129,8 @@ class PlannedHost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 ChoiceName = Literal["default", "large-buffers", "variables", "graph"]
 CHOICES: tuple[ChoiceName, ...] = get_args(ChoiceName)
 """Ways to run NCCL, the smallest intervention first: large buffers change less than variables."""
+BY_VARIABLES: tuple[ChoiceName, ...] = ("large-buffers", "variables")
+"""Those that are variables alone."""
 
 
 class PlanChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

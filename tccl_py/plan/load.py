@@ -96,9 +96,9 @@ def check_plan(plan: Plan, *, where: str) -> Plan:
     along their chain, NICs that NCCL would not use so, or a rate above its bound.
     """
     check_cluster(plan.cluster, where=where)
-    large = [] if plan.large_buffers is None else [plan.large_buffers.settings]
-    others = (plan.variables.settings, *(a.settings for a in plan.alternatives))
-    searched = (plan.settings, *large, *others)
+    by_variables = filter(None, (plan.large_buffers, plan.variables))
+    searched = (plan.settings, *(choice.settings for choice in by_variables))
+    searched += tuple(alternative.settings for alternative in plan.alternatives)
     for settings in (*searched, plan.stock.settings):
         try:
             check_settings(settings)
@@ -120,9 +120,8 @@ def check_plan(plan: Plan, *, where: str) -> Plan:
     require(on_rails, where, "has rings that change NICs between hosts", right)
     _check_orders(plan, where)
     answers = plan.sizes.values()
-    kept = [name for name in (plan.winner, *plan.sizes) if name == "large-buffers"]
-    fault = "names large buffers, and has no such choice"
-    require(bool(large) or not kept, where, fault, _AGAIN)
+    complete = plan.large_buffers is not None or "large-buffers" not in (plan.winner, *plan.sizes)
+    require(complete, where, "names large buffers, and has no such choice", _AGAIN)
     rows = {tuple((row.collective, row.bytes) for row in answer.rows) for answer in answers}
     require(len(rows) < 2, where, "has choices for different message sizes", _AGAIN)
     fits = plan.bound_gbps is None or plan.rate_gbps <= plan.bound_gbps

@@ -20,6 +20,7 @@ from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.measurement import IN_DRY_RUN, mark
 from tccl_py.nccl.settings import Settings
 from tccl_py.plan.chains import (
+    BY_VARIABLES,
     CHOICES,
     CUT_SHORT,
     Alternative,
@@ -309,7 +310,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @property
     def is_by_variables(self) -> bool:
         """Whether variables alone are recommended."""
-        return self.recommended in ("large-buffers", "variables")
+        return self.recommended in BY_VARIABLES
 
     @property
     def connects_by_variables(self) -> bool:

@@ -123,10 +123,11 @@ def choice_words(name: ChoiceName, settings: Settings) -> str:
     >>> choice_words("variables", Settings(p2p_level="SYS", channels=2))
     'variables only, NCCL_P2P_LEVEL=SYS'
     """
-    words = settings_words(settings)
-    if name != "graph":
-        words = "" if name == "default" else words.rpartition(", ")[0]
-    return ", ".join(filter(None, [CHOICE_WORDS[name], words]))
+    if name == "default":
+        return CHOICE_WORDS[name]
+    variables, _, channels = settings_words(settings).rpartition(", ")
+    words = [CHOICE_WORDS[name], variables, *([channels] if name == "graph" else ())]
+    return ", ".join(words)
 
 
 def subset_files(plan: Plan) -> Iterator[tuple[tuple[int, ...], str, SubsetRings]]:

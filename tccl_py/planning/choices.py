@@ -256,19 +256,27 @@ def rated_choices(task: Task, variables: Variables | None = None) -> Rated:
     if not tried:
         raise SearchError("no settings of NCCL give every GPU a hop that can be measured")
     best = _smallest(tried)
-    least = chunk_bytes(task.view(settings))
-    kept = [choice for choice in tried if chunk_bytes(task.view(choice.settings)) >= least]
-    large: Stock | None = None
     # Between hosts NCCL has buffers of other sizes as well.
-    if default is not None and best not in kept and not task.nics:
-        large = _smallest(kept, WORTH_ALL)
-        large = None if large is default else large
+    large = None if default is None or task.nics else _large_buffers(task, best, default, tried)
     if best is not default and not cancelled:
         best = _rated_well(task, best)
         large = None if large is None else _rated_well(task, large)
     return Rated(
         default=default, note=note, variables=best, large_buffers=large, cancelled=cancelled
     )
+
+
+def _large_buffers(task: Task, best: Stock, default: Stock, tried: Sequence[Stock]) -> Stock | None:
+    """Return the best variables that keep default NCCL's chunks, if `best` does not; or None."""
+    chunk = chunk_bytes(task.view(default.settings))
+
+    def keeps_chunks(choice: Stock) -> bool:
+        return chunk_bytes(task.view(choice.settings)) >= chunk
+
+    if keeps_chunks(best):
+        return None
+    large = _smallest([choice for choice in tried if keeps_chunks(choice)], WORTH_ALL)
+    return None if large is default else large
 
 
 def _smallest(tried: Sequence[Stock], worth: float = WORTH) -> Stock:

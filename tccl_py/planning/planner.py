@@ -120,9 +120,8 @@ class OneHost:
         few = f"has {counted(len(gpus[0]), 'GPU')} to plan for"
         require(len(gpus[0]) > 1, f"host {cluster.names[0]}", few, "a ring joins 2 or more")
         counts = request.ring_counts or (RING_COUNTS if len(gpus[0]) <= 8 else FEW_RING_COUNTS)
-        more: dict[str, Any] = {"ring_counts": counts, "placement": True}
-        more |= {"fewest_first": request.ring_counts is None}
-        more |= {"own_rings": own_rings, "reporter": reporter}
+        more: dict[str, Any] = {"ring_counts": counts, "fewest_first": request.ring_counts is None}
+        more |= {"placement": True, "own_rings": own_rings, "reporter": reporter}
         self.task = task_for(Task, request, host, source, gpus[0], **more)
         self.sources = [self.task.source]
         self.allowance = Allowance(request.budget.sets, request.budget.seconds)
