@@ -66,7 +66,8 @@ def _compared(target: Target, budget: RunBudget) -> tuple[Arm, ...]:
 
     With the second arm of default NCCL four jobs run at the same time, and five take twice as long.
     """
-    plan, names = target.plan, tuple[ChoiceName, ...](("variables", "graph"))
+    names: tuple[ChoiceName, ...] = ("variables", "graph")
+    plan = target.plan
     rates = {name: (plan.choices[name].best_known_gbps or 0.0, 0.0) for name in names}
     promises = "graph" in (as_good(rates), plan.recommended)
     if promises or plan.large_buffers is None or budget.workload is not None:
