@@ -30,10 +30,10 @@ from tccl_py.experiments.verify import Judge, verify_target
 from tccl_py.files import decode_json, encode_json
 from tccl_py.nccl.settings import Settings
 from tccl_py.plan.directory import write_plan
-from tccl_py.report.verification import headline, trade_off_lines
+from tccl_py.report.verification import facts_of, headline, trade_off_lines
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.statistics import sign_flip_p
-from tccl_py.workloads.bundled import BUNDLED
+from tccl_py.workloads.bundled import BUNDLED, bundled
 from tests.nccl_cases import torn
 from tests.planned import SMALL, as_only, plan_of, rebind
 from tests.verified import (
@@ -110,16 +110,18 @@ def test_seven_rounds_are_enough_for_a_large_gain_of_two_arms_with_many_sizes(se
 
 
 @given(
-    st.lists(st.lists(st.floats(-1, 1, width=16), min_size=4, max_size=4), min_size=1, max_size=3)
+    st.lists(st.lists(st.floats(-1, 1, width=16), min_size=2, max_size=4), min_size=1, max_size=3)
 )
 def test_p_values_are_shares_of_all_flips_of_signs(rows):
     def distance(row, flip):
+        # A row may lack the last rounds.
+        flip = flip[: len(row)]
         sizes = np.abs(row)
         clipped = np.minimum(sizes, 2 * np.median(sizes)) * np.sign(row)
         length = np.sqrt(np.sum(clipped**2))
         return abs(np.sum(clipped * flip)) / length if length else 0.0
 
-    flips = list(itertools.product((1, -1), repeat=4))
+    flips = list(itertools.product((1, -1), repeat=max(map(len, rows))))
     farthest = [max(distance(row, flip) for row in rows) for flip in flips]
     for row, p in zip(rows, sign_flip_p(rows), strict=True):
         own = distance(row, flips[0])
@@ -285,6 +287,34 @@ def test_a_choice_that_slows_send_recv_is_no_winner(boxed, box, ratio, winner, g
     # Default NCCL beside itself, by which the others are judged.
     assert len(found.again) == len(found.arms[0].rows) + len(found.arms[0].transfers)
     assert all(one.harm is None for one in (*found.again, *found.arms[0].rows))
+
+
+@pytest.mark.parametrize("case", ["in doubt", "lost", "workload"])
+def test_rows_of_which_a_loss_is_in_doubt_have_rounds_of_their_own(boxed, box, case):
+    small, lost = 16 << 10, case == "lost"
+    fake = FakeJobs(
+        by_plan(lambda _: 1.0, variables=lambda size: 1.3 if size > small else 1.0 - 0.5 * lost),
+        noise=0.001,
+        jitter=lambda row: 0.06 * (row.bytes == small),
+    )
+    # A step of a workload needs all its rows.
+    job = bundled("data-parallel", 4) if case == "workload" else None
+    budget = RunBudget(sizes=(small, 64 << 20), rounds=7, workload=job)
+    found = run_verification(boxed, box, dry_run(boxed, fake), budget)
+    variables, again = found.judged, [row for row in found.again if row.over_all]
+    counts = {row.bytes: len(row.seconds) for row in variables.sizes}
+    whole = found.rounds - found.rounds_in_doubt
+    assert (counts[64 << 20], found.fault()) == (whole, "")
+    if lost or job:
+        # A row that loses decides: nothing else is in doubt.
+        assert (whole, found.winner == "default") == (found.rounds, lost)
+        return
+    assert (found.winner, variables.unclear) == ("variables", ())
+    assert whole < counts[small] == len(again[0].seconds) <= found.rounds
+    sizes = [{row.bytes for row in spec.rows} for spec, _ in fake.jobs[len(found.arms) :]]
+    assert sizes.count({small}) == 4 * found.rounds_in_doubt
+    assert all((job[1] == ()) == (of == {small}) for job, of in zip(found.raw, sizes, strict=True))
+    assert any("of them of rows in doubt alone" in line for line in facts_of(found))
 
 
 FASTER = {128: 1.55, 256: 1.44, 512: 1.3, 1024: 1.2}

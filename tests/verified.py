@@ -24,6 +24,8 @@ PLANNED = ("NCCL_BUFFSIZE", "NCCL_MIN_NCHANNELS", "NCCL_P2P_LEVEL", "NCCL_SHM_US
 class FakeJobs:
     """Jobs that take `seconds(size, environment)`, times noise; counts what it was asked.
 
+    Each job has noise of its own, and `jitter(row)` that of a row in a job.
+
     Calls in smaller groups take `grouped(groups, environment)` times as long, and send/recv and
     all-to-all `transfers(environment)` times.
     """
@@ -39,10 +41,11 @@ class FakeJobs:
         grouped=lambda groups, environment: 1.0,
         transfers=lambda environment: 1.0,
         trained=lambda environment: 4.001,
+        jitter=lambda row: 0.0,
     ):
         self.seconds, self._noise, self._fails, self._wrong = seconds, noise, fails, wrong
         self._grouped, self._trained, self._transfers = grouped, trained, transfers
-        self._random = np.random.default_rng(seed)
+        self._random, self._jitter = np.random.default_rng(seed), jitter
         self.jobs = []
 
     def rendezvous(self, host, count):
@@ -73,6 +76,8 @@ class FakeJobs:
         times = []
         for batch, row in enumerate(row for row in spec.rows if not row.trains):
             seconds = self.seconds(row.bytes, environment) * job * (1 + 0.001 * batch)
+            if jitter := self._jitter(row):
+                seconds *= float(np.exp(self._random.normal(0, jitter)))
             if row.groups:
                 seconds *= self._grouped(row.groups, environment)
             if row.collective in ("send_recv", "all_to_all"):

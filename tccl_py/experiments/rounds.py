@@ -3,7 +3,8 @@
 The jobs of a round are interleaved, or run in an order that is reversed and rotated from round to
 round, so that slow drift touches all arms alike. If two arms are equal, the logarithms of their
 ratios, one per round, are symmetric about 0 whatever the noise: a test by flipped signs is exact.
-Rounds end where all is clear.
+Rows of which a loss might not have been seen have further rounds, and rounds end where all is
+clear.
 """
 
 from __future__ import annotations
@@ -155,6 +156,8 @@ Table = Mapping[ChoiceName, Mapping[Row, Timed]]
 
 def table_of(launcher: Launcher, jobs: Sequence[tuple[ChoiceName, Outcome]]) -> Table:
     """Return the rows of every arm's jobs, with the speed over the first arm's."""
+    # Rounds of some rows alone come last: those before are the same for all rows.
+    jobs = sorted(jobs, key=lambda job: len(job[1].results[0].times), reverse=True)
     names = list(dict.fromkeys(name for name, _ in jobs))
     count = len([name for name in names[1:] if name != AGAIN])
     names = names if count else names[:1]
@@ -228,8 +231,9 @@ class RunBudget(msgspec.Struct, frozen=True, kw_only=True):
     """Work of a comparison: rounds, sizes in bytes, and seconds after which no round begins.
 
     LEAST_ROUNDS are always run, of three arms one more; fewer than `rounds` where all verdicts are
-    clear, more where one is open and time is left. The rows of a `workload` are timed as well.
-    `only` one choice is compared with default NCCL, if one is named.
+    clear, more where one is open and time is left. Rows in doubt may have twice as many. The rows
+    of a `workload` are timed as well. `only` one choice is compared with default NCCL, if one is
+    named.
     """
 
     rounds: int = 10
@@ -339,10 +343,12 @@ def run_rounds(
     jobs = ConcurrentJobs(launcher, JobSpec(rows=tuple(rows)))
     outcomes: list[tuple[ChoiceName, Outcome]] = []
     table: Table = {}
+    # A step of a workload needs all its rows, and a program of nccl-tests knows ranges of sizes.
+    divisible = budget.workload is None and launcher.nccl_tests is None
 
     def complete() -> Rounds:
-        whole = outcomes[: count * len(running)]
-        return Rounds(checked=checked, jobs=whole, failures=failures, at_once=at_once, table=table)
+        ended = outcomes[: count * len(running)]
+        return Rounds(checked=checked, jobs=ended, failures=failures, at_once=at_once, table=table)
 
     least = least_rounds(len(checking))
     most, at_once, count = min(MAX_ROUNDS, max(budget.rounds * budget.extra, least)), 0, 0
@@ -356,9 +362,15 @@ def run_rounds(
                 continue
             # Compare all rows of all arms at once; stop where more rounds add nothing.
             table = table_of(launcher, outcomes)
-            late = time.monotonic() - begun > budget.seconds
-            if late or len(running) == len(defaults) or _enough(budget, table, count):
+            if time.monotonic() - begun > budget.seconds or len(running) == len(defaults):
                 break
+            whole = sum(len(job.results[0].times) == len(rows) for _, job in outcomes)
+            whole //= len(running)
+            doubted, unclear = _in_doubt(budget, table), _unclear(budget, table, whole)
+            if not doubted and not unclear:
+                break
+            some = doubted and divisible and (not unclear or count < 2 * whole)
+            jobs.time(doubted if some else rows)
     except (KeyboardInterrupt, Terminated):
         if table:
             interrupted(complete())
@@ -366,25 +378,32 @@ def run_rounds(
     return complete()
 
 
-def _enough(budget: RunBudget, table: Table, count: int) -> bool:
-    """Return whether more rounds add nothing.
-
-    Beyond the budget's rounds, only a lean to harm counts, and sizes from _NARROW on over all
-    ranks. In all rounds it has to become clear whether an arm that gains is harmless.
-    """
-    for name, rows in table.items():
-        harms = {timed.harm for timed in rows.values()}
+def _in_doubt(budget: RunBudget, table: Table) -> tuple[Row, ...]:
+    """Return the rows of which it has to become clear whether an arm that gains loses in them."""
+    doubted: dict[Row, None] = {}
+    for rows in table.values():
+        harms = {row: timed.harm for row, timed in rows.items()}
         gains = any(
             timed.compared.low > 1 + SMALLEST_EFFECT
             for row, timed in rows.items()
             if row.over_all and row.bytes == max(budget.sizes)
         )
-        if gains and "open" in harms and "loses" not in harms:
-            return False
+        if gains and "loses" not in harms.values():
+            doubted |= dict.fromkeys(row for row, harm in harms.items() if harm == "open")
+    return tuple(doubted)
+
+
+def _unclear(budget: RunBudget, table: Table, count: int) -> bool:
+    """Return whether more rounds of all rows than these may add a verdict.
+
+    Beyond the budget's rounds, only a lean to harm counts, and sizes from _NARROW on over all
+    ranks.
+    """
+    for name, rows in table.items():
         for row, timed in rows.items() if name != AGAIN else ():
             narrow = row.bytes >= _NARROW and not row.groups
             counts = count < budget.rounds or narrow or timed.compared.high < 1
             judged = row.mode or row.collective in budget.collectives
             if timed.compared.open and counts and judged:
-                return False
-    return True
+                return True
+    return False

@@ -129,7 +129,7 @@ class Judge(NamedTuple):
             devices=tuple(rank.device for rank in ranks),
             order="".join(letters[name] for name, _ in rounds.jobs),
             at_once=rounds.at_once,
-            raw=tuple(tuple(_collective_seconds(job)) for _, job in rounds.jobs),
+            raw=tuple(tuple(_collective_seconds(job, self.rows)) for _, job in rounds.jobs),
             seconds=time.monotonic() - self.begun,
         )
 
@@ -185,21 +185,24 @@ def rings_of_jobs(
     return next((rings for rings in comparisons if not rings.same), comparisons[0])
 
 
-def _collective_seconds(job: Outcome) -> Iterator[tuple[tuple[float, ...], ...]]:
-    """Yield the seconds of each collective on all ranks, by batch."""
-    for ranks in job.rows:
-        if not ranks[0].row.mode:
-            yield tuple(times.seconds for times in ranks)
+def _collective_seconds(
+    job: Outcome, rows: Sequence[Row]
+) -> Iterator[tuple[tuple[float, ...], ...]]:
+    """Yield the seconds of each collective on all ranks, by batch; nothing of a row left out."""
+    timed = {ranks[0].row: tuple(times.seconds for times in ranks) for ranks in job.rows}
+    return (timed.get(row, ()) for row in rows if not row.mode)
 
 
 def _wrong_training(baseline: Sequence[Outcome], jobs: Sequence[Outcome]) -> Iterator[WrongValue]:
     """Yield losses and gradients that are not those of default NCCL's first job."""
     for job in jobs:
         for expected, rank in zip(baseline[0].results, job.results, strict=True):
-            for before, times in zip(expected.times, rank.times, strict=True):
+            trained = {times.row: times.trained for times in expected.times}
+            for times in rank.times:
                 # A job under a graph file leaves some steps out.
-                pairs = zip(before.trained, times.trained, strict=True) if times.trained else ()
+                before = trained[times.row]
+                pairs = zip(before, times.trained, strict=True) if times.trained else ()
                 if not all(a is not None and b is not None and _equal(a, b) for a, b in pairs):
-                    what = f"loss and gradients {times.trained} instead of {before.trained}"
+                    what = f"loss and gradients {times.trained} instead of {before}"
                     case = f"training step, {times.row.mode}"
                     yield WrongValue(case=case, rank=rank.rank, what=what)
