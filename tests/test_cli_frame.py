@@ -705,6 +705,16 @@ def test_a_pipe_gets_progress_in_lines_with_the_time_left(monkeypatch, capsys):
     )
 
 
+def test_what_passed_before_the_first_set_is_no_part_of_the_pace(monkeypatch, capsys):
+    clock = iter([0.0, 12.0, 12.0, 24.0, 24.0])
+    monkeypatch.setattr("tccl_py.cli.output.time.monotonic", lambda: next(clock))
+    with ProgressLine(100) as line:
+        line.measured(1)
+        line.measured(13)
+    said = [text.rpartition(": ")[2] for text in capsys.readouterr().err.splitlines()]
+    assert said == ["1 of at most 100 sets", "13 of at most 100 sets, 1:27 left at this pace"]
+
+
 def test_the_bound_of_a_later_search_is_not_shown_below_the_best_so_far(monkeypatch, capsys):
     clock = iter([0.0, 11.0, 22.0])
     monkeypatch.setattr("tccl_py.cli.output.time.monotonic", lambda: next(clock))

@@ -145,6 +145,7 @@ class ProgressLine:
         self._best = 0.0
         self._search = ""
         self._measured = ""
+        self._first: tuple[int, float] | None = None
 
     def __call__(self, progress: Progress) -> None:
         """Show sets measured, the best so far and the bound of the search that runs."""
@@ -163,10 +164,15 @@ class ProgressLine:
         most, words = (total, "") if total else (self._most, "at most ")
         self._measured = f"{counted(count, 'set')} measured"
         if most is not None and 0 < count < most:
-            spent = time.monotonic() - self._begun
-            pace, limit = spent / count * (most - count), self._seconds - spent
-            remaining = "" if limit <= 0 else f", {_time_text(pace)} left at this pace"
-            if 0 < limit <= pace:
+            clock = time.monotonic()
+            # What passed before the first set is no part of the pace.
+            self._first = self._first or (count, clock)
+            earlier, begun = self._first
+            pace = (clock - begun) / (count - earlier) * (most - count) if count > earlier else None
+            limit, remaining = self._seconds - (clock - self._begun), ""
+            if pace is not None and limit > pace:
+                remaining = f", {_time_text(pace)} left at this pace"
+            elif 0 < limit < math.inf:
                 remaining = f", at most {_time_text(limit)} left"
             self._measured = f"{count} of {words}{counted(most, 'set')}{remaining}"
         self._show()
