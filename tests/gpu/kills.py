@@ -101,9 +101,10 @@ class Kills:
         """Start a command, kill a process of a role, and look at what is left."""
         begun, mark = time.monotonic(), f"kill-{next(self.numbers)}"
         place = self.folder / "killed"
-        shutil.rmtree(place, ignore_errors=True)
         victim, retries = None, 0
         while victim is None and retries <= RETRIES:
+            # One whose victim was never there may have ended with a plan.
+            shutil.rmtree(place, ignore_errors=True)
             process = self.started(name, place, mark)
             victim = self.victim(process, role, mark)
             retries += victim is None
