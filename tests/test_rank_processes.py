@@ -119,6 +119,33 @@ def test_ranks_that_are_late_are_all_named(run, tmp_path):
     assert caught.value.what == "did not end within 1 s"
 
 
+MAPPING = """
+import mmap, os, sys, time
+path = '/dev/shm/nccl-' + os.environ['NCCL_OWN_NAME'] + sys.argv[2]
+file = open(path, 'w+b')
+file.truncate(4096)
+held = mmap.mmap(file.fileno(), 4096)
+if sys.argv[2] == '1': os.unlink(path)
+if sys.argv[2] == '2': sys.exit('2 fails')
+time.sleep(600)
+"""
+
+
+def test_of_ranks_that_are_ended_no_shared_memory_of_nccl_stays(run, tmp_path):
+    name = f"{os.getpid()}x"
+    other = Path(f"/dev/shm/nccl-{name}other")
+    other.write_bytes(bytes(8))
+    try:
+        with pytest.raises(RanksError, match="2 fails"):
+            run(tmp_path, MAPPING, (0, 1, 2), variables={"NCCL_OWN_NAME": name})
+        # That of others stays, and what a rank leaves that ended by itself.
+        left = {path.name for path in Path("/dev/shm").glob(f"nccl-{name}*")}
+        assert left == {other.name, f"nccl-{name}2"}
+    finally:
+        for path in Path("/dev/shm").glob(f"nccl-{name}*"):
+            path.unlink()
+
+
 def test_a_missing_answer_and_one_that_is_none_are_told(run, tmp_path):
     with pytest.raises(RanksError, match=r"^rank 5: .* result"):
         run(tmp_path, "pass", (5,))

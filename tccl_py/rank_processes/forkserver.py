@@ -18,6 +18,7 @@ import ctypes
 import gc
 import importlib
 import os
+import re
 import runpy
 import select
 import signal
@@ -26,8 +27,9 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import NoReturn
 
@@ -48,6 +50,7 @@ _GRACE_S = 3.0
 _END_S, _CLOSE_S = 5.0, 2.0
 _MESSAGE_BYTES = 1 << 16
 _MOST_LISTENERS = 16
+_SEGMENT = re.compile(r"/dev/shm/nccl-\w+")
 
 
 class Rank(msgspec.Struct, frozen=True, kw_only=True):
@@ -198,7 +201,8 @@ def _fork(rank: Rank, control: socket.socket, listeners: Sequence[int]) -> int:
 def _ended(pids: Sequence[int], timeout: float, control: socket.socket) -> list[int | None]:
     """Wait for ranks, and kill those left after the timeout or a failure, or without a client.
 
-    Return their exit codes, None of those killed; ranks own nothing that needs cleanup.
+    Return their exit codes, None of those killed. Of what ranks own, NCCL's files alone need
+    cleanup.
     """
     codes: dict[int, int] = {}
     deadline = time.monotonic() + timeout
@@ -211,14 +215,34 @@ def _ended(pids: Sequence[int], timeout: float, control: socket.socket) -> list[
         if select.select([control], [], [], _POLL_S)[0]:
             break
     running = set(pids) - codes.keys()
-    for pid in running:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
+    _signal(running, signal.SIGSTOP)
+    segments = set(chain.from_iterable(map(_segments, running)))
+    _signal(running, signal.SIGKILL)
     deadline = time.monotonic() + _END_S
     while running and time.monotonic() < deadline:
         running -= _codes(running).keys()
         time.sleep(0.01)
+    for path in segments:
+        path.unlink(missing_ok=True)
     return [codes.get(pid) for pid in pids]
+
+
+def _signal(pids: Iterable[int], number: signal.Signals) -> None:
+    """Send a signal to the process groups that ranks lead."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, number)
+
+
+def _segments(pid: int) -> Iterator[Path]:
+    """Yield NCCL's files in shared memory that a rank maps and that still have a name.
+
+    NCCL takes the name away once both ranks have the file; of ranks that end before, it stays.
+    """
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            if _SEGMENT.fullmatch(path := line.split(maxsplit=5)[-1]):
+                yield Path(path)
 
 
 def _codes(pids: Iterable[int]) -> dict[int, int]:
