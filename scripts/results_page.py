@@ -3,7 +3,7 @@
 usage: python -m scripts.results_page [FILE...]
 
 FILEs are added to docs/results/, if they are results of NCCL on GPUs. The page has a row for each
-file there and, first, for each recorded verify.json of this project's own runs. README has four.
+file there and, first, for each recorded verify.json of this project's own runs. README has five.
 """
 
 from __future__ import annotations
@@ -20,16 +20,33 @@ from tccl_py.errors import InputError, visible
 from tccl_py.experiments.record import Verification
 from tccl_py.files import decode_json, encode_json, read_text
 from tccl_py.plan.chains import ChoiceName
+from tccl_py.plan.text import CHOICE_WORDS
 from tccl_py.report.verification import verification_json
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDED, SENT = ROOT / "tests/cases/verification", ROOT / "docs/results"
 PAGE, README = ROOT / "docs/results.md", ROOT / "README.md"
-IN_README = ("h200x4-vm-no-p2p", "h200x2-vm-no-p2p-tuned", "h200x4-vm", "h200x2-vm")
+IN_README: tuple[tuple[str, ChoiceName], ...] = (
+    ("h200x4-vm-no-p2p-large-buffers", "large-buffers"),
+    ("h200x4-vm-no-p2p-large-buffers", "variables"),
+    ("h200x2-vm-no-p2p-tuned", "graph"),
+    ("h200x4-vm", "graph"),
+    ("h200x2-vm", "graph"),
+)
+"""Files, and the choice whose speed is told."""
 DISPUTED = "h200x4-vm"
 """Of two runs of this machine the other one recommended default NCCL (docs/results/h200x4.md)."""
 TRANSFERS = ROOT / "tests/cases/workloads/h200-no-p2p-transfers.json"
 _SHOWN = 60
+
+
+class TransferRow(msgspec.Struct, frozen=True, kw_only=True):
+    """The parts of another collective than those compared that README shows."""
+
+    collective: str
+    bytes: int
+    groups: list[list[int]]
+    ratio: float
 
 
 class ArmRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +61,7 @@ class ArmRow(msgspec.Struct, frozen=True, kw_only=True):
     predicted_gbps: float | None
     checked: int
     wrong: list[msgspec.Raw]
+    transfers: list[TransferRow] = []
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,27 +93,35 @@ def main() -> None:
 
 def readme() -> str:
     """Return README as it is, with the rows of its recorded files."""
-    return _with_rows(README, 5, [front_row(RECORDED / f"{name}.json") for name in IN_README])
+    return _with_rows(README, 5, [front_row(*each) for each in IN_README])
 
 
-def front_row(path: Path) -> str:
-    """Return a recorded result as a row of README's table."""
-    result = read_result(path)
-    default, best = _compared(result)
+def front_row(name: str, choice: ChoiceName) -> str:
+    """Return a choice of a recorded result as a row of README's table."""
+    result = read_result(RECORDED / f"{name}.json")
+    default, best = result.arms[0], next(arm for arm in result.arms if arm.name == choice)
     no_p2p = default.environment.get("NCCL_P2P_DISABLE") == "1"
     gpus = _gpus(result) + (", P2P disabled" if no_p2p else ", NVLink")
     ratio = _ratio(best)
-    if path.stem == DISPUTED:
+    if name == DISPUTED:
         ratio = f"no change: {ratio.replace('*', '')} in one run, not in another"
     cells = [_cell(gpus), ratio, _rates(default, best), _cell(_winner(default, best))]
-    return "| " + " | ".join([*cells, _transfers() if no_p2p else "not measured"]) + " |"
+    return "| " + " | ".join([*cells, _transfers(best, no_p2p=no_p2p)]) + " |"
 
 
-def _transfers() -> str:
-    """Return what variables without P2P do to other collectives of many bytes, on two GPUs."""
-    ratios = {}
+def _transfers(arm: ArmRow, *, no_p2p: bool) -> str:
+    """Return what a choice does to other collectives of many bytes.
+
+    Files of earlier versions do not tell: on two GPUs without P2P that was timed apart.
+    """
+    # The largest size comes last.
+    ratios = {row.collective: row.ratio for row in arm.transfers if not row.groups}
+    if ratios:
+        return f"{ratios['send_recv']:.2f}, {ratios['all_to_all']:.2f}"
+    if not no_p2p:
+        return "not measured"
     for case in msgspec.json.decode(TRANSFERS.read_bytes())["ratios"]:
-        ratios[case["collective"]] = case["ratio"]  # The largest size comes last
+        ratios[case["collective"]] = case["ratio"]
     words = f"{ratios['send_recv']:.2f}, {ratios['all_to_all']:.2f}"
     return f"{words} ([2x H200](docs/results/h200x2.md))"
 
@@ -167,8 +193,7 @@ def _winner(default: ArmRow, best: ArmRow) -> str:
         for name, value in best.environment.items()
         if default.environment.get(name) != value and name != "NCCL_GRAPH_FILE"
     }
-    words = {"default": "default NCCL", "variables": "variables", "graph": "graph file"}
-    return " with ".join(filter(None, [words[best.name], _variables(changes)]))
+    return " with ".join(filter(None, [CHOICE_WORDS[best.name], _variables(changes)]))
 
 
 def _ratio(best: ArmRow) -> str:
