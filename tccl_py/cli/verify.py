@@ -37,6 +37,7 @@ from tccl_py.experiments.sizes import load_sizes
 from tccl_py.experiments.spec import Dtype
 from tccl_py.launchers import in_job
 from tccl_py.model.measurement import Backend
+from tccl_py.nccl.settings import GRAPH_VARIABLE
 from tccl_py.plan.chains import CHOICES, ChoiceName
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
@@ -249,7 +250,7 @@ def _job_options(
         if _NAME.fullmatch(name) is None:
             where = f"--pin-env {name[:40]!r}"
             raise InputError(where, "is no NCCL variable", "a name such as NCCL_P2P_DISABLE")
-        if name == "NCCL_GRAPH_FILE":
+        if name == GRAPH_VARIABLE:
             raise InputError(f"--pin-env {name}", "is what is compared", "leave it out")
         if name in (*RANK_VARIABLES, "NCCL_DEBUG_FILE"):
             raise InputError(f"--pin-env {name}", "is set by the jobs themselves", "leave it out")

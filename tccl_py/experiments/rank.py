@@ -31,6 +31,7 @@ from tccl_py.experiments.spec import (
     batches,
 )
 from tccl_py.experiments.together import time_beside
+from tccl_py.nccl.settings import GRAPH_VARIABLE
 from tccl_py.nccl_library import loaded_nccl
 from tccl_py.rank_processes.rank import (
     Communicator,
@@ -117,7 +118,7 @@ def _times(
 
 def _splits() -> bool:
     """Return whether ranks may form groups: a graph file fails communicators over fewer GPUs."""
-    return "NCCL_GRAPH_FILE" not in os.environ
+    return GRAPH_VARIABLE not in os.environ
 
 
 def _leave_slots(slot: TimeSlot, count: int) -> None:

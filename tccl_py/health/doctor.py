@@ -34,6 +34,7 @@ from tccl_py.health.host import (
 from tccl_py.health.network import check_network, unfit_interfaces, unfit_nics
 from tccl_py.health.plugin import check_plugin
 from tccl_py.nccl.asked import ring_words
+from tccl_py.nccl.settings import GRAPH_VARIABLE
 from tccl_py.nccl.variables import similar_name
 from tccl_py.nccl.versions import unchecked, version_facts
 from tccl_py.nccl_conf import ConfLine
@@ -87,7 +88,7 @@ def check_settings(host: HostState) -> Results:
             fault = f"{name}={cut(line.value)} {fields.pop('what')}"
             yield defect(fields.pop("rule"), line.where, what=fault, fix=_undo(line), **fields)
     yield from _pinned_functions(host, variables)
-    graph = variables.get("NCCL_GRAPH_FILE")
+    graph = variables.get(GRAPH_VARIABLE)
     if graph is not None and graph.value:
         fault, where = f"NCCL_GRAPH_FILE={cut(graph.value)} is set", graph.where
         if where == ENVIRONMENT:
@@ -154,7 +155,7 @@ def _unfit_protocol(host: HostState, value: str) -> dict[str, Any]:
 
 
 _CHECKED_VALUES: Mapping[str, Callable[[HostState, str], dict[str, Any]]] = {
-    "NCCL_GRAPH_FILE": _unfit_graph,
+    GRAPH_VARIABLE: _unfit_graph,
     "NCCL_TOPO_FILE": _unfit_topology,
     "NCCL_IB_HCA": unfit_nics,
     "NCCL_SOCKET_IFNAME": unfit_interfaces,

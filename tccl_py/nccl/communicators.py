@@ -16,6 +16,7 @@ import msgspec
 
 from tccl_py.errors import MeasurementError, TcclError, require
 from tccl_py.files import write_atomically
+from tccl_py.nccl.settings import GRAPH_VARIABLE
 from tccl_py.nccl.tuner import COLLECTIVES, PARTED, SizeChoice, TunedCollective
 from tccl_py.nccl_library import Library, version_text
 from tccl_py.rank_processes.rank import read_spec, write_result
@@ -122,7 +123,7 @@ def _made(
     dump, log = folder / f"dump-{number}.xml", folder / f"nccl-{rank}"
     # 1. Name the files that NCCL reads and writes with every communicator.
     os.environ["NCCL_GRAPH_DUMP_FILE"] = str(dump)
-    os.environ.pop("NCCL_GRAPH_FILE", None)
+    os.environ.pop(GRAPH_VARIABLE, None)
     for name, text in (("GRAPH", question.graph), ("TOPO", question.topology)):
         if text is not None:
             path = folder / f"{name.lower()}-{number}.xml"

@@ -45,7 +45,7 @@ from msgspec import Meta
 
 from tccl_py.errors import require
 from tccl_py.files import check_types
-from tccl_py.nccl.settings import Settings, environment
+from tccl_py.nccl.settings import GRAPH_VARIABLE, Settings, environment
 from tccl_py.nccl.versions import version_facts
 
 INDEX_FILE = "plugin.index"
@@ -53,7 +53,7 @@ INDEX_HEAD = b"tccl-index 2\n"
 INDEX_VARIABLE = "TCCL_INDEX"
 MAX_INDEX_BYTES, MAX_GRAPH_BYTES, MAX_TUNES = 1 << 20, 1 << 18, 16384
 OWN_VARIABLES = (
-    "NCCL_GRAPH_FILE",
+    GRAPH_VARIABLE,
     "NCCL_ENV_PLUGIN",
     "NCCL_NET_PLUGIN",
     "NCCL_NET",
