@@ -81,20 +81,16 @@ def sign_flip_p(rows: Sequence[Sequence[float]]) -> list[float]:
     The signs of whole rounds are flipped, all rows at once, in all ways (from 14 rounds on, in 4096
     random ones): a p value is the share of flips after which any row is as far from 0 as the row
     (Westfall & Young 1993). Fewer rounds than with Holm's correction suffice for large effects.
-    Rows may lack the last rounds.
 
     >>> sign_flip_p([[0.3, 0.31, 0.3, 0.29, 0.3, 0.3], [0.1, -0.1, 0.1, 0.2, -0.3, 0.0]])
     [0.03125, 1.0]
     """
     if not rows:
         return []
-    values = np.full((len(rows), max(map(len, rows))), np.nan)
-    for at, row in enumerate(rows):
-        values[at, : len(row)] = row
+    values = np.asarray(rows, dtype=float)
     sizes = np.abs(values)
-    # 1. Let no round count more than twice the median round, and one that is missing nothing.
-    limits = 2 * np.nanmedian(sizes, axis=1, keepdims=True)
-    clipped = np.nan_to_num(np.minimum(sizes, limits) * np.sign(values))
+    # 1. Let no round count more than twice the median round.
+    clipped = np.minimum(sizes, 2 * np.median(sizes, axis=1, keepdims=True)) * np.sign(values)
     lengths = np.sqrt(np.sum(clipped**2, axis=1, keepdims=True))
     directions = np.divide(clipped, lengths, out=np.zeros_like(clipped), where=lengths > 0)
     # 2. Flip; the first flip is none, and the opposite of each is as far from 0.

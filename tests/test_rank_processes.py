@@ -123,24 +123,34 @@ MAPPING = """
 import mmap, os, sys, time
 path = '/dev/shm/nccl-' + os.environ['NCCL_OWN_NAME'] + sys.argv[2]
 file = open(path, 'w+b')
-file.truncate(4096)
+os.ftruncate(file.fileno(), 4096)
 held = mmap.mmap(file.fileno(), 4096)
+file.write(b'mapped'); file.flush()
 if sys.argv[2] == '1': os.unlink(path)
 if sys.argv[2] == '2': sys.exit('2 fails')
 time.sleep(600)
 """
 
 
-def test_of_ranks_that_are_ended_no_shared_memory_of_nccl_stays(run, tmp_path):
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_of_ranks_that_are_ended_no_shared_memory_of_nccl_stays(tmp_path, interrupted):
     name = f"{os.getpid()}x"
-    other = Path(f"/dev/shm/nccl-{name}other")
+    other, *held = (Path(f"/dev/shm/nccl-{name}{rank}") for rank in ("other", 0, 3))
     other.write_bytes(bytes(8))
+
+    def meanwhile():
+        if interrupted and all(path.exists() and b"mapped" in path.read_bytes() for path in held):
+            raise KeyboardInterrupt
+
+    ranks = (0, 1, 3) if interrupted else (0, 1, 2)
     try:
-        with pytest.raises(RanksError, match="2 fails"):
-            run(tmp_path, MAPPING, (0, 1, 2), variables={"NCCL_OWN_NAME": name})
+        with pytest.raises(KeyboardInterrupt if interrupted else RanksError):
+            run_ranks(
+                tmp_path, MAPPING, ranks, variables={"NCCL_OWN_NAME": name}, meanwhile=meanwhile
+            )
         # That of others stays, and what a rank leaves that ended by itself.
         left = {path.name for path in Path("/dev/shm").glob(f"nccl-{name}*")}
-        assert left == {other.name, f"nccl-{name}2"}
+        assert left == {other.name, *(f"nccl-{name}2" for _ in range(not interrupted))}
     finally:
         for path in Path("/dev/shm").glob(f"nccl-{name}*"):
             path.unlink()

@@ -13,7 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from tccl_py.errors import MeasurementError, counted
-from tccl_py.experiments.spec import JobResult, JobSpec, Row, RowTimes, WrongValue
+from tccl_py.experiments.spec import JobResult, JobSpec, RowTimes, WrongValue
 from tccl_py.files import encode_json
 from tccl_py.model.measurement import Backend
 from tccl_py.nccl.settings import GRAPH_VARIABLE, Settings
@@ -211,23 +211,19 @@ class Launcher(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ConcurrentJobs:
-    """Runs jobs of a specification, `at_once` at the same time.
+    """Runs jobs of a specification, or of some `rows` of it, `at_once` at the same time.
 
     The number follows from the room for buffers of the rows on a device. It drops to 1 when several
     jobs fail together, because each may be able to run alone.
     """
 
     def __init__(self, launcher: Launcher, spec: JobSpec) -> None:
-        self._launcher, self._spec, self._rows = launcher, spec, spec.rows
+        self._launcher, self._spec, self.rows = launcher, spec, spec.rows
         largest = max((row.bytes for row in spec.rows), default=1)
         if launcher.backend == "host":
             largest *= max(len(host.ranks) for host in launcher.hosts)
         most = 1 if launcher.nccl_tests else _CONCURRENT
         self.at_once = max(1, min(most, _CONCURRENT_BYTES // largest))
-
-    def time(self, rows: Sequence[Row]) -> None:
-        """Let the next jobs time these rows of the specification."""
-        self._spec = replace(self._spec, rows=tuple(rows))
 
     def run(self, arms: Sequence[Arm]) -> list[Ended]:
         """Run a job of each arm."""
@@ -235,7 +231,7 @@ class ConcurrentJobs:
         while len(outcomes) < len(arms):
             batch = arms[len(outcomes) :][: self.at_once]
             try:
-                outcomes += self._launcher.run(batch, self._spec)
+                outcomes += self._launcher.run(batch, replace(self._spec, rows=self.rows))
             except MeasurementError as error:
                 outcomes += [error] * (self.at_once == 1)
                 self.at_once = 1
@@ -252,8 +248,8 @@ class ConcurrentJobs:
             count = max(1, min(most - done, self.at_once // len(arms)))
             numbers = range(done, done + count)
             names = " and ".join(str(number + 1) for number in numbers)
-            some = len(self._spec.rows) if self._spec.rows != self._rows else 0
-            of = f", of {counted(some, 'row')} in doubt" if some else ""
+            some = len(self.rows) < len(self._spec.rows)
+            of = f", of {counted(len(self.rows), 'row')} in doubt" if some else ""
             self._launcher.watch(f"round {names}{of} (at least {least}, at most {most})")
             yield self.run([arm for number in numbers for arm in round_order(arms, number)])
             done += count

@@ -119,9 +119,10 @@ class ArmResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def over(self, baseline: ArmResult) -> Compared:
         """Compare the large sizes (the largest size if none is large) with another arm's."""
         large = [at for at, row in enumerate(self.sizes) if is_large(row.bytes)] or [-1]
-        rows = ([arm.sizes[at].seconds for at in large] for arm in (self, baseline))
-        # Rounds of some rows alone, which come last, are left out.
-        means = [list(map(geometric_mean, zip(*row, strict=False))) for row in rows]
+        # Rounds of rows in doubt alone come last in a row.
+        whole = min(len(row.seconds) for row in self.sizes)
+        rows = ([arm.sizes[at].seconds[:whole] for at in large] for arm in (self, baseline))
+        means = [list(map(geometric_mean, zip(*row, strict=True))) for row in rows]
         return compare(means[:1], means[1:])[0]
 
 
@@ -249,7 +250,7 @@ class Verification(Kept, frozen=True, kw_only=True):
 
     @property
     def rounds_in_doubt(self) -> int:
-        """Return the number of jobs of each arm that timed the rows in doubt alone."""
+        """Return the number of jobs of each arm that timed rows in doubt alone."""
         jobs = zip(self.order, self.raw, strict=False)
         return sum(arm == "A" and () in rows for arm, rows in jobs)
 

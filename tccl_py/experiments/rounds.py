@@ -92,8 +92,9 @@ def compare(
 ) -> tuple[Compared, ...]:
     """Compare an arm's rows of seconds, one value a round, with the baseline's rows.
 
-    p values are adjusted for all rows of so many `arms`. Raises ValueError: fewer than LEAST_ROUNDS
-    rounds, more than MAX_ROUNDS, or unequal lengths.
+    p values are adjusted for all rows of so many `arms`, and from the first rounds, which all rows
+    have: a row of more rounds would hide the others. Raises ValueError: fewer than LEAST_ROUNDS
+    rounds, more than MAX_ROUNDS, or unequal lengths of a row.
     """
     ratios = [
         [b / a for a, b in zip(row, base, strict=True)]
@@ -102,7 +103,8 @@ def compare(
     for row in ratios:
         if not LEAST_ROUNDS <= len(row) <= MAX_ROUNDS:
             raise ValueError(f"{len(row)} rounds: {LEAST_ROUNDS} to {MAX_ROUNDS} can be compared")
-    adjusted = sign_flip_p([[math.log(ratio) for ratio in row] for row in ratios])
+    common = min(map(len, ratios), default=0)
+    adjusted = sign_flip_p([[math.log(ratio) for ratio in row[:common]] for row in ratios])
     spans = map(ratio_interval, ratios)
     return tuple(
         Compared(**msgspec.structs.asdict(span), p=min(1.0, arms * p))
@@ -156,7 +158,7 @@ Table = Mapping[ChoiceName, Mapping[Row, Timed]]
 
 def table_of(launcher: Launcher, jobs: Sequence[tuple[ChoiceName, Outcome]]) -> Table:
     """Return the rows of every arm's jobs, with the speed over the first arm's."""
-    # Rounds of some rows alone come last: those before are the same for all rows.
+    # Of each row the rounds of all rows come first, those of rows in doubt last.
     jobs = sorted(jobs, key=lambda job: len(job[1].results[0].times), reverse=True)
     names = list(dict.fromkeys(name for name, _ in jobs))
     count = len([name for name in names[1:] if name != AGAIN])
@@ -231,8 +233,8 @@ class RunBudget(msgspec.Struct, frozen=True, kw_only=True):
     """Work of a comparison: rounds, sizes in bytes, and seconds after which no round begins.
 
     LEAST_ROUNDS are always run, of three arms one more; fewer than `rounds` where all verdicts are
-    clear, more where one is open and time is left. Rows in doubt may have twice as many. The rows
-    of a `workload` are timed as well. `only` one choice is compared with default NCCL, if one is
+    clear, more where one is open and time is left, some of them of rows in doubt alone. The rows of
+    a `workload` are timed as well. `only` one choice is compared with default NCCL, if one is
     named.
     """
 
@@ -345,32 +347,35 @@ def run_rounds(
     table: Table = {}
     # A step of a workload needs all its rows, and a program of nccl-tests knows ranges of sizes.
     divisible = budget.workload is None and launcher.nccl_tests is None
+    doubted: set[Row] = set()
 
     def complete() -> Rounds:
         ended = outcomes[: count * len(running)]
         return Rounds(checked=checked, jobs=ended, failures=failures, at_once=at_once, table=table)
 
     least = least_rounds(len(checking))
-    most, at_once, count = min(MAX_ROUNDS, max(budget.rounds * budget.extra, least)), 0, 0
+    most, at_once = min(MAX_ROUNDS, max(budget.rounds * budget.extra, least)), 0
+    count = partial = 0
     try:
         for ended in jobs.rounds(running, least, most) if len(running) > len(defaults) else ():
             outcomes += sound(ended)
             outcomes = [(name, job) for name, job in outcomes if name not in failures]
             at_once = min(jobs.at_once, len(ended))
-            count = len(outcomes) // len(running)
+            before, count = count, len(outcomes) // len(running)
+            partial += (count - before) * (len(jobs.rows) < len(rows))
             if count < least and len(running) > len(defaults):
                 continue
             # Compare all rows of all arms at once; stop where more rounds add nothing.
             table = table_of(launcher, outcomes)
             if time.monotonic() - begun > budget.seconds or len(running) == len(defaults):
                 break
-            whole = sum(len(job.results[0].times) == len(rows) for _, job in outcomes)
-            whole //= len(running)
-            doubted, unclear = _in_doubt(budget, table), _unclear(budget, table, whole)
-            if not doubted and not unclear:
+            doubts, unclear = _in_doubt(budget, table), _unclear(budget, table, count - partial)
+            if not doubts and not unclear:
                 break
-            some = doubted and divisible and (not unclear or count < 2 * whole)
-            jobs.time(doubted if some else rows)
+            # Rows once in doubt stay together: each would else end at its most favourable look.
+            doubted |= doubts
+            some = doubts and divisible and (not unclear or 2 * partial < count)
+            jobs.rows = tuple(row for row in rows if not some or row in doubted)
     except (KeyboardInterrupt, Terminated):
         if table:
             interrupted(complete())
@@ -378,9 +383,9 @@ def run_rounds(
     return complete()
 
 
-def _in_doubt(budget: RunBudget, table: Table) -> tuple[Row, ...]:
+def _in_doubt(budget: RunBudget, table: Table) -> set[Row]:
     """Return the rows of which it has to become clear whether an arm that gains loses in them."""
-    doubted: dict[Row, None] = {}
+    doubts: set[Row] = set()
     for rows in table.values():
         harms = {row: timed.harm for row, timed in rows.items()}
         gains = any(
@@ -389,8 +394,8 @@ def _in_doubt(budget: RunBudget, table: Table) -> tuple[Row, ...]:
             if row.over_all and row.bytes == max(budget.sizes)
         )
         if gains and "loses" not in harms.values():
-            doubted |= dict.fromkeys(row for row, harm in harms.items() if harm == "open")
-    return tuple(doubted)
+            doubts |= {row for row, harm in harms.items() if harm == "open"}
+    return doubts
 
 
 def _unclear(budget: RunBudget, table: Table, count: int) -> bool:

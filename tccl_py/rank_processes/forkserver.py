@@ -218,12 +218,14 @@ def _ended(pids: Sequence[int], timeout: float, control: socket.socket) -> list[
     _signal(running, signal.SIGSTOP)
     segments = set(chain.from_iterable(map(_segments, running)))
     _signal(running, signal.SIGKILL)
+    # At once: a client that closed the connection kills this process soon.
+    for path in segments:
+        with contextlib.suppress(OSError):
+            path.unlink()
     deadline = time.monotonic() + _END_S
     while running and time.monotonic() < deadline:
         running -= _codes(running).keys()
         time.sleep(0.01)
-    for path in segments:
-        path.unlink(missing_ok=True)
     return [codes.get(pid) for pid in pids]
 
 
@@ -240,7 +242,7 @@ def _segments(pid: int) -> Iterator[Path]:
     NCCL takes the name away once both ranks have the file; of ranks that end before, it stays.
     """
     with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
             if _SEGMENT.fullmatch(path := line.split(maxsplit=5)[-1]):
                 yield Path(path)
 
