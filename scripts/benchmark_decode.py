@@ -23,9 +23,9 @@ from rich.table import Table
 from tccl_py.delivery.plugin import plugin_exports
 from tccl_py.errors import InputError, MeasurementError, size_text
 from tccl_py.experiments.calls import graphed, time_calls, warm_up
+from tccl_py.experiments.comparison import LEAST_ROUNDS, MAX_ROUNDS, compare, row_seconds
 from tccl_py.experiments.jobs import Arm, ConcurrentJobs, Launcher, round_order
 from tccl_py.experiments.plans import launcher_of
-from tccl_py.experiments.rounds import LEAST_ROUNDS, MAX_ROUNDS, compare, row_seconds
 from tccl_py.experiments.spec import JobResult, JobSpec, Row, RowTimes, batches, rows_of
 from tccl_py.experiments.target import read_target
 from tccl_py.plan.results import load_tuning, plan_in

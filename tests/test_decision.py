@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tccl_py.decision import LEAST_RATIO, best_for, harm, step_times, undominated
+from tccl_py.experiments.comparison import LEAST_ROUNDS, MAX_ROUNDS
 from tccl_py.experiments.record import Verification
-from tccl_py.experiments.rounds import LEAST_ROUNDS, MAX_ROUNDS
 from tccl_py.files import decode_json
 from tccl_py.plan.chains import CHOICES
 

@@ -19,8 +19,8 @@ from tccl_py.decision import StepTime
 from tccl_py.delivery.job import Delivery
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.experiments.communication import Communication, keep_communication
+from tccl_py.experiments.comparison import Compared, Timed
 from tccl_py.experiments.record import ArmResult, Verification
-from tccl_py.experiments.rounds import Compared, Timed
 from tccl_py.experiments.spec import WrongValue
 from tccl_py.installation.blocks import with_block, without_block
 from tccl_py.installation.install import (

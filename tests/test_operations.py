@@ -11,8 +11,8 @@ import yaml
 
 from tccl_py.cli.main import COMMANDS, load_command
 from tccl_py.delivery.plugin import PLUGIN_VARIABLE
+from tccl_py.experiments.comparison import Timed, single
 from tccl_py.experiments.preflight import CollectivesChecked, Preflight
-from tccl_py.experiments.rounds import Timed, single
 from tccl_py.health.drift import Drift, prometheus_text
 from tccl_py.health.drift_statistics import Comparison
 from tccl_py.model.transfer import parse_set

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tccl_py.cli.verify import print_verification
+from tccl_py.experiments.comparison import compare
 from tccl_py.experiments.record import Verification
-from tccl_py.experiments.rounds import compare
 from tccl_py.experiments.size_table import read_tunings
 from tccl_py.files import decode_json
 from tccl_py.report.sizes import arm_charts, size_charts, ticks_around

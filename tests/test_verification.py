@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.experiments.collectives import bus_gbps
+from tccl_py.experiments.comparison import FALSE_RATE, Compared, compare, table_of
 from tccl_py.experiments.jobs import (
     Arm,
     HostRanks,
@@ -21,14 +22,7 @@ from tccl_py.experiments.jobs import (
     round_order,
 )
 from tccl_py.experiments.record import Verification, why_not_verified
-from tccl_py.experiments.rounds import (
-    FALSE_RATE,
-    Compared,
-    Rounds,
-    RunBudget,
-    compare,
-    table_of,
-)
+from tccl_py.experiments.rounds import Rounds, RunBudget
 from tccl_py.experiments.spec import JobResult, WrongValue, batches, rows_of
 from tccl_py.experiments.target import read_target
 from tccl_py.experiments.trade_offs import trade_offs

@@ -13,15 +13,9 @@ from msgspec.structs import replace
 
 from tccl_py.errors import MeasurementError
 from tccl_py.experiments.collectives import PROGRAMS
+from tccl_py.experiments.comparison import LEAST_ROUNDS, Timed
 from tccl_py.experiments.jobs import Arm, Launcher
-from tccl_py.experiments.rounds import (
-    LARGEST_DRY,
-    LEAST_ROUNDS,
-    RunBudget,
-    Timed,
-    least_rounds,
-    run_rounds,
-)
+from tccl_py.experiments.rounds import LARGEST_DRY, RunBudget, least_rounds, run_rounds
 from tccl_py.experiments.spec import KIB, MIB, WrongValue
 from tccl_py.model.measurement import Backend
 from tccl_py.plan.chains import ChoiceName

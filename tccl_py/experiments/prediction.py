@@ -17,8 +17,8 @@ from msgspec.structs import replace
 from tccl_py.errors import MeasurementError, SearchError
 from tccl_py.experiments.collectives import COLLECTIVES, Collective, bus_gbps
 from tccl_py.experiments.communication import Communication, communication_of, timed_calls
+from tccl_py.experiments.comparison import single
 from tccl_py.experiments.evaluation import Cell
-from tccl_py.experiments.rounds import single
 from tccl_py.experiments.spec import MIB, Row
 from tccl_py.model.measurement import IN_DRY_RUN, BandwidthSource
 from tccl_py.model.rings import Hop, Ring, neighbours

@@ -21,11 +21,11 @@ from msgspec.structs import replace
 
 from tccl_py.errors import InputError, MeasurementError, require, size_text
 from tccl_py.experiments.collectives import PROGRAMS, Collective
+from tccl_py.experiments.comparison import Timed, single, timed_rows
 from tccl_py.experiments.jobs import Arm, Launcher, Outcome
 from tccl_py.experiments.nccl_tests import NO_TORCH
 from tccl_py.experiments.plans import launcher_of
 from tccl_py.experiments.record import Verification
-from tccl_py.experiments.rounds import Timed, single, timed_rows
 from tccl_py.experiments.spec import MIB, JobSpec, is_large, rows_of
 from tccl_py.experiments.target import Target, read_target
 from tccl_py.experiments.verify import rings_of_jobs

@@ -12,14 +12,7 @@ from tccl_py.delivery.delivered import RingsFound
 from tccl_py.errors import InputError, size_text
 from tccl_py.experiments.collectives import COLLECTIVE_WORDS, Collective
 from tccl_py.experiments.communication import Communication
-from tccl_py.experiments.rounds import (
-    EQUAL,
-    LEAST_ROUNDS,
-    MAX_ROUNDS,
-    Compared,
-    Timed,
-    compare,
-)
+from tccl_py.experiments.comparison import EQUAL, LEAST_ROUNDS, MAX_ROUNDS, Compared, Timed, compare
 from tccl_py.experiments.spec import Groups, WrongValue, is_large
 from tccl_py.model.measurement import Backend
 from tccl_py.nccl.settings import Settings

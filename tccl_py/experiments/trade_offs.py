@@ -15,8 +15,8 @@ from statistics import median
 import msgspec
 
 from tccl_py.decision import undominated
+from tccl_py.experiments.comparison import Timed
 from tccl_py.experiments.record import ArmResult, Verification
-from tccl_py.experiments.rounds import Timed
 from tccl_py.experiments.spec import Row, calls_of
 from tccl_py.plan.chains import ChoiceName
 from tccl_py.workloads.bundled import BUNDLED, bundled

@@ -20,9 +20,10 @@ from msgspec.structs import replace
 
 from tccl_py.decision import LEAST_RATIO
 from tccl_py.errors import InputError, MeasurementError
+from tccl_py.experiments.comparison import SMALLEST_EFFECT, Timed, timed_rows
 from tccl_py.experiments.jobs import ConcurrentJobs, Launcher, Outcome
 from tccl_py.experiments.record import Tried, Verification
-from tccl_py.experiments.rounds import SMALLEST_EFFECT, RunBudget, Timed, timed_rows
+from tccl_py.experiments.rounds import RunBudget
 from tccl_py.experiments.spec import JobSpec, Row, large_gbps, rows_of
 from tccl_py.experiments.target import Target
 from tccl_py.experiments.verify import verify_target

@@ -25,10 +25,10 @@ from tccl_py.statistics import Interval, median_interval
 if TYPE_CHECKING:
     from tccl_py.decision import StepTime
     from tccl_py.experiments.communication import Communication
+    from tccl_py.experiments.comparison import Timed
     from tccl_py.experiments.evaluation import Evaluation, Summary
     from tccl_py.experiments.jobs import Outcome
     from tccl_py.experiments.record import ArmResult, Tried
-    from tccl_py.experiments.rounds import Timed
 
 
 class Column(NamedTuple):

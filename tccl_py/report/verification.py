@@ -10,9 +10,9 @@ import msgspec
 
 from tccl_py.errors import counted, size_text
 from tccl_py.experiments.collectives import COLLECTIVE_WORDS
+from tccl_py.experiments.comparison import FALSE_RATE, SMALLEST_EFFECT, Timed
 from tccl_py.experiments.evaluation import COLUMNS, Cell, Evaluation, Summary
 from tccl_py.experiments.record import WINS, ArmResult, Verification, groups_text, sizes_text
-from tccl_py.experiments.rounds import FALSE_RATE, SMALLEST_EFFECT, Timed
 from tccl_py.experiments.spec import is_large
 from tccl_py.experiments.trade_offs import trade_offs
 from tccl_py.files import picked
