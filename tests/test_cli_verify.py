@@ -90,6 +90,21 @@ def test_a_better_plan_is_a_yes_and_kept(place, jobs):
     assert (kept.accepted, kept.winner, kept.backend) == (True, "variables", "host")
 
 
+def test_an_answer_under_variables_of_the_caller_is_said_to_be_for_jobs_with_these(
+    place, jobs, monkeypatch
+):
+    jobs(lambda _: 1.0, variables=lambda _: 1.3)
+    brief = ("verify", place, "--backend", "host", "--sizes", "4K,1M")
+    for name in ("NCCL_IB_TIMEOUT", "NCCL_NVLS_ENABLE"):
+        monkeypatch.setenv(name, "1")
+    assert "jobs with" not in tccl(*brief).stderr
+    # What the host has is that of every job.
+    found = tccl(*brief, "--pin-env", "NCCL_IB_TIMEOUT", "--pin-env", "NCCL_NVLS_ENABLE")
+    said = " ".join(found.stderr.split())
+    assert "the answer is for jobs with NCCL_IB_TIMEOUT=1, which the plan does not set" in said
+    assert Verification.load(place).notices[-1].startswith("the answer is for jobs with")
+
+
 @pytest.mark.parametrize(
     ("graph", "code", "sentences"),
     [

@@ -32,6 +32,7 @@ from tccl_py.experiments.spec import SIZES
 from tccl_py.experiments.target import Target, read_target, target_of
 from tccl_py.experiments.tuning import COMPARISON_SECONDS, SWEEP_SECONDS, run_tuning
 from tccl_py.experiments.verify import Interrupted, verify_target
+from tccl_py.nccl.variables import HOST_VARIABLES
 from tccl_py.nccl_conf import HOST_FILE
 from tccl_py.plan.directory import files_of
 from tccl_py.plan.load import load_plan
@@ -147,7 +148,7 @@ def run(
             result = verify_target(plan, launcher, first, interrupted=interrupted)
             tuned = plan
             if tune:
-                _noticed(result).keep(plan.directory)
+                _noticed(plan, launcher, result).keep(plan.directory)
                 state = "the plan is as it was, and its verification is kept"
                 seconds = min(SWEEP_SECONDS, budget.seconds)
                 try:
@@ -157,7 +158,7 @@ def run(
                     raise
                 if tuned is plan:
                     say("tuned: nothing that was tried is better, the plan is as it was")
-            result = _noticed(result)
+            result = _noticed(plan, launcher, result)
             for text in result.notices:
                 say(text)
             alone = tune or budget.only is not None or launcher.nccl_tests is not None
@@ -225,7 +226,7 @@ def _kept(
     return replace(kept, recommended=result.recommended, chosen=result.chosen)
 
 
-def _noticed(result: Verification) -> Verification:
+def _noticed(plan: Target, launcher: Launcher, result: Verification) -> Verification:
     """Return a verification with the driver's version, and with all notices."""
     cuda = result.backend == "cuda"
     nccl = result.versions.get("nccl", "")
@@ -236,6 +237,12 @@ def _noticed(result: Verification) -> Verification:
         notices.append(f"jobs here get default NCCL instead of the plan: {mismatch}")
     if cuda and HOST_FILE.exists():
         notices.append(f"{HOST_FILE} holds for all arms, default NCCL as well")
+    own = plan.plan.pinned_env.keys() | {*HOST_VARIABLES}
+    given = result.arms[0].environment.items()
+    if pinned := [f"{k}={v}" for k, v in given if k in launcher.keep and k not in own]:
+        notices.append(
+            f"the answer is for jobs with {' '.join(pinned)}, which the plan does not set"
+        )
     versions = {**result.versions, **({"driver": driver_version()} if cuda else {})}
     return replace(result, versions=versions, notices=tuple(notices))
 
