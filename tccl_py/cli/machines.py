@@ -10,7 +10,7 @@ from tccl_py.cli import options
 from tccl_py.cli.options import MACHINE_HELP, arg, gpus_argument, opt, p2p_argument, refuse
 from tccl_py.cli.output import BAD, GOOD, grid, print_table, results
 from tccl_py.cli.process import ANSWER_IS_NO, notice, notice_each, print_json, write_result
-from tccl_py.errors import InputError
+from tccl_py.errors import InputError, counted
 from tccl_py.files import picked, read_bytes, read_text
 from tccl_py.model.cluster import parse_gpus
 from tccl_py.model.machine import Knowledge, Machine, description_to_json
@@ -62,7 +62,8 @@ def discover(
     notice_each(f"assumed: {text}" for text in knowledge.assumptions(machine))
     write_result(description_to_json(machine, knowledge, fingerprint), output)
     if output is not None:
-        notice(f"wrote {output}: {machine.name} with {len(machine.gpus)} GPUs")
+        gpus = counted(len(machine.gpus), "GPU")
+        notice(f"wrote {output}: {machine.name} with {gpus}")
 
 
 def machines(

@@ -129,9 +129,10 @@ def _machine_words(plan: Plan) -> str:
     pairs = list(permutations(machine.gpu_indices, 2))
     direct = sum(plan.knowledge.can_access(machine, *pair) for pair in pairs)
     nodes = counted(len(machine.numa_nodes), "NUMA node")
+    gpus = counted(len(machine.gpus), "GPU")
     linked = "NVLink" if machine.nvlinks else "no NVLink"
     return (
-        f"{machine.name}: {len(machine.gpus)} GPUs ({gpu_names(machine)}), {nodes}, "
+        f"{machine.name}: {gpus} ({gpu_names(machine)}), {nodes}, "
         f"{linked}; P2P between {direct} of {len(pairs)} ordered pairs"
     )
 
