@@ -20,6 +20,7 @@ from tccl_py.errors import MeasurementError
 from tccl_py.experiments.calls import Tensors, transfers
 from tccl_py.experiments.collectives import COLLECTIVES, Collective
 from tccl_py.experiments.jobs import Arm, HostRanks, Launcher, LocalRunner, rank_environment
+from tccl_py.experiments.rank import BATCHES
 from tccl_py.experiments.spec import Choice, Contest, JobSpec, Row, calls_of, rows_of, training_rows
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.tuner import COLLECTIVES as TUNED
@@ -159,7 +160,7 @@ def test_collectives_over_gloo_are_right_and_timed(server):
     for rank, answer in enumerate(found.results):
         assert (answer.rank, answer.wrong, answer.left_out) == (rank, (), ())
         assert answer.checked > 500
-        assert [len(one.seconds) for one in answer.times] == [9, 9, 20]
+        assert [len(one.seconds) for one in answer.times] == [BATCHES, BATCHES, 20]
         assert all(seconds > 0 for one in answer.times for seconds in one.seconds)
         assert [one.row.mode for one in answer.times] == ["", "", "ddp-eager"]
 
@@ -175,11 +176,12 @@ def test_smaller_communicators_are_timed_in_turns_but_not_under_a_graph_file(ser
     for outcome in (plain, other):
         counts = [[len(one.seconds) for one in answer.times] for answer in outcome.results]
         # A rank that is in no group, or alone in its group, has no times of it.
-        assert counts == [[9, 9, 9, 9, 9], [9, 9, 9, 0, 0], [9, 0, 0, 9, 9]]
+        parts = [(1, 1, 1, 1, 1), (1, 1, 1, 0, 0), (1, 0, 0, 1, 1)]
+        assert counts == [[BATCHES * part for part in rank] for rank in parts]
         assert all(seconds > 0 for answer in outcome.results for row in answer.times
                    for seconds in row.seconds)  # fmt: skip
     assert [[len(one.seconds) for one in answer.times] for answer in graph.results] == [
-        [9, 0, 0, 0, 0]
+        [BATCHES, 0, 0, 0, 0]
     ] * 3
 
 
@@ -193,7 +195,7 @@ def test_jobs_at_once_take_turns_and_have_logs_and_environments_of_their_own(ser
     for outcome in found:
         assert [one.rank for one in outcome.results] == [0, 1]
         for rank, answer in enumerate(outcome.results):
-            assert [len(one.seconds) for one in answer.times] == [9, 9, 20, 20]
+            assert [len(one.seconds) for one in answer.times] == [BATCHES, BATCHES, 20, 20]
             expected = [one.trained for one in found[0].results[rank].times]
             assert [one.trained for one in answer.times] == expected
             assert list(map(len, expected)) == [0, 0, 3, 3]
@@ -248,7 +250,7 @@ def test_every_collective_is_timed_in_one_job_in_both_dtypes_and_over_groups(ser
     assert len(set(spec.rows)) == len(spec.rows) == len(COLLECTIVES) * 2 * 3
     assert {row.collective for row in spec.rows} == set(COLLECTIVES)
     for rank, answer in enumerate(found.results):
-        counts = [0 if row.groups and rank == 1 else 9 for row in spec.rows]
+        counts = [0 if row.groups and rank == 1 else BATCHES for row in spec.rows]
         assert [len(one.seconds) for one in answer.times] == counts
 
 

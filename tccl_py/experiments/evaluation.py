@@ -23,7 +23,7 @@ from tccl_py.plan.results import Kept
 
 _START_S, _CHECK_S, _HOST_CHECK_S = 5.0, 5.0, 2.5
 """Estimates: seconds of starting the jobs of a round and of checks; of a rank's in host memory."""
-_ROW_S, _CALLS = 0.12, 13
+_ROW_S, _CALLS = 0.085, 9
 """Least seconds of a row in a job, and its calls where these take long."""
 _HOST_GBPS = 1.2
 """GB/s of ranks in host memory, which share two cores (measured with gloo, 16 and 256 MiB)."""

@@ -194,7 +194,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     checks: bool = False
     check_groups: tuple[Groups, ...] = ()
     rows: tuple[Row, ...] = ()
-    seconds: float = 0.08
+    seconds: float = 0.045
     limit: float | None = None
     nccl_tests: str = ""
 
