@@ -16,7 +16,7 @@ from tccl_py.errors import MeasurementError
 from tccl_py.experiments.target import Target
 from tccl_py.model.rings import Hop, bounce, ring, ring_like, ring_set
 from tccl_py.model.transfer import Fifo, parse_set
-from tccl_py.plan.text import limit_text, plan_json
+from tccl_py.plan.text import CHOICE_WORDS, limit_text, plan_json
 from tccl_py.planning.planner import make_plan
 from tccl_py.planning.study import bare_copies, limit_gbps
 from tccl_py.simulator.descriptions import load_bundled
@@ -138,6 +138,14 @@ def test_the_text_says_how_close_the_plan_is_to_the_limit(share, words):
     line = next(one for one in text_of(plan).splitlines() if one.startswith("limit"))
     assert f"{rate / share:.2f} GB/s ({plan.provenance}): bare copies over" in line
     assert words in line
+
+
+def test_a_share_of_the_limit_that_the_recommended_choice_has_not_is_said_of_the_fastest():
+    plan = plan_of(PCIE)
+    assert plan.recommended != "default"
+    fastest = plan.recommended
+    plan = msgspec.structs.replace(plan, limit_gbps=2 * plan.rate_gbps, winner="default")
+    assert limit_text(plan).endswith(f"{CHOICE_WORDS[fastest]} would get 50% of it")
 
 
 def test_a_plan_with_tuned_settings_has_no_limit(tmp_path):

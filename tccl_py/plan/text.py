@@ -191,13 +191,17 @@ def summary(plan: Plan) -> Iterator[tuple[str, str]]:
 
 def limit_text(plan: Plan) -> str:
     """Return the meaning of the limit, and the share of what is fastest; "" if not known."""
-    rate = plan.rates[as_good(plan.rates)][0]
+    fastest = as_good(plan.rates)
+    rate = plan.rates[fastest][0]
     if not rate or not plan.limit_gbps:
         return ""
+    recommended = fastest == plan.recommended
+    what = "the plan" if recommended else CHOICE_WORDS[fastest]
     if rate > plan.limit_gbps * (1 + AS_GOOD):
-        return "bare copies over the same hops, no faster than the plan"
+        return f"bare copies over the same hops, no faster than {what}"
     share = min(1.0, rate / plan.limit_gbps)
-    return f"bare copies over the same hops; the plan gets {share:.0%} of it"
+    gets = "gets" if recommended else "would get"
+    return f"bare copies over the same hops; {what} {gets} {share:.0%} of it"
 
 
 def proof(plan: Plan) -> str:
