@@ -224,7 +224,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return default_choice(class_view(self.plan, 0, of_transports(settings))).rings
 
     def _with_rates(self, rates: Rates) -> Plan:
-        return self.retuned({}, rates).plan
+        return replace(_achieved(self.plan, rates), achieved_gbps=rates.get("graph"))
 
     def settled(self, result: Verification) -> Target:
         """Return the plan with the rates of a comparison, and the winner as its choice.
