@@ -183,8 +183,8 @@ def run_rounds(
                 break
             # Rows once in doubt stay together: each would else end at its most favourable look.
             doubted |= doubts
-            some = doubts and divisible and (not unclear or 2 * partial < count)
-            jobs.rows = tuple(row for row in rows if not some or row in doubted)
+            apart = divisible and bool(doubts) and (not unclear or 2 * partial < count)
+            jobs.rows = tuple(row for row in rows if row in doubted or not apart)
     except (KeyboardInterrupt, Terminated):
         if table:
             interrupted(complete())
