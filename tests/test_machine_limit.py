@@ -148,6 +148,14 @@ def test_a_share_of_the_limit_that_the_recommended_choice_has_not_is_said_of_the
     assert limit_text(plan).endswith(f"{CHOICE_WORDS[fastest]} would get 50% of it")
 
 
+def test_a_choice_that_is_faster_by_less_than_a_percent_has_no_share_of_its_own():
+    plan = plan_of(PCIE)
+    rate = plan.rate_gbps
+    variables = msgspec.structs.replace(plan.variables, rate_gbps=1.005 * rate)
+    plan = msgspec.structs.replace(plan, variables=variables, winner="graph", limit_gbps=2 * rate)
+    assert limit_text(plan).endswith("the plan gets 50% of it")
+
+
 def test_a_plan_with_tuned_settings_has_no_limit(tmp_path):
     plan = plan_of(SMALL)
     tunable = Target(plan=plan, directory=tmp_path, graphs={})

@@ -257,6 +257,22 @@ def test_the_winner_is_the_smallest_choice_that_is_as_good_as_the_best_and_other
     assert headline(found)[1].startswith(yes if accepted else "No to variables only")
 
 
+@pytest.mark.parametrize(("graph", "kept"), [(0.5, True), (1.0, True), (1.5, False)])
+def test_a_limit_and_a_bound_that_jobs_contradict_are_taken_back(boxed, box, graph, kept):
+    fake = FakeJobs(by_plan(lambda _: graph, variables=lambda _: 1.3), noise=0.001)
+    target = read_target(boxed, box)
+    found = run_verification(boxed, box, dry_run(boxed, fake), RunBudget(sizes=(4096, 64 << 20)))
+    plan = target.settled(changed(found, backend="cuda")).plan
+    assert boxed.limit_gbps and boxed.bound_gbps
+    # The limit is of the hops of the choice that was fastest by prediction.
+    assert plan.limit_gbps == (boxed.limit_gbps if kept else None)
+    achieved = found.arm("graph").gbps
+    assert plan.achieved_gbps == achieved
+    assert plan.bound_gbps == (None if achieved > boxed.bound_gbps else boxed.bound_gbps)
+    # Rates in host memory are none of the machine's.
+    assert target.settled(found).plan.limit_gbps is None
+
+
 @pytest.mark.parametrize(("ratio", "winner"), [(0.75, "default"), (0.98, "variables")])
 @pytest.mark.parametrize("grouped", [False, True])
 def test_a_choice_that_slows_send_recv_is_no_winner(boxed, box, ratio, winner, grouped):

@@ -6,7 +6,7 @@ import importlib.util
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +32,7 @@ from tccl_py.experiments.spec import SIZES
 from tccl_py.experiments.target import Target, read_target, target_of
 from tccl_py.experiments.tuning import COMPARISON_SECONDS, SWEEP_SECONDS, run_tuning
 from tccl_py.experiments.verify import Interrupted, verify_target
+from tccl_py.nccl.settings import environment
 from tccl_py.nccl.variables import HOST_VARIABLES
 from tccl_py.nccl_conf import HOST_FILE
 from tccl_py.plan.directory import files_of
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
     from tccl_py.sources.hosts import HostFacts, Job
 
 _LONGEST_S, _TUNING_S = 0.1, 90.0
-"""Tuning over hosts: the longest call of its jobs, each of which makes a dozen calls of each size,
+"""Tuning over hosts: the longest call of its jobs, each of which makes some ten calls of each size,
 and seconds of each comparison."""
 _NEEDED = ("torch",)
 _PLANNED_HOSTS = (
@@ -165,7 +166,9 @@ def run(
             with undisturbed():
                 if tuned is not plan:
                     tuned.write()
-                    say(f"tuned: {choice_words(result.chosen, result.judged.settings)}")
+                    taken = tuned.plan.choices != plan.plan.choices
+                    words = choice_words(result.chosen, result.judged.settings)
+                    say(f"tuned: {words}" if taken else f"the plan recommends {words} now")
                 saved = _saved(plan, result, known, say, alone=alone)
             if by_size:
                 state = "the verification is kept, without a table by message size"
@@ -237,7 +240,8 @@ def _noticed(plan: Target, launcher: Launcher, result: Verification) -> Verifica
         notices.append(f"jobs here get default NCCL instead of the plan: {mismatch}")
     if cuda and HOST_FILE.exists():
         notices.append(f"{HOST_FILE} holds for all arms, default NCCL as well")
-    own = plan.plan.pinned_env.keys() | {*HOST_VARIABLES}
+    choices = (environment(choice.settings) for choice in plan.plan.choices.values())
+    own = {*HOST_VARIABLES, *plan.plan.pinned_env, *chain.from_iterable(choices)}
     given = result.arms[0].environment.items()
     if pinned := [f"{k}={v}" for k, v in given if k in launcher.keep and k not in own]:
         notices.append(

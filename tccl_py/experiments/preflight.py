@@ -43,7 +43,7 @@ FAMILIES = 2
 _SIZES = (MIB, 16 * MIB, 256 * MIB)
 """Sizes of a plan that was not verified, which grow by one factor, as nccl-tests need it."""
 _LONGEST_S = 0.1
-"""The longest call that is timed: a job makes a dozen of each size."""
+"""The longest call that is timed: a job makes some ten of each size."""
 _CLOSING_S, _LEAST_S = 5.0, 5.0
 """Seconds to close the profiler and to learn patterns, and for the least check of transfers."""
 _DRY_SETS = 4

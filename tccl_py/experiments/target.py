@@ -32,7 +32,7 @@ from tccl_py.nccl.settings import (
 )
 from tccl_py.nccl.transport import SIZE_STAGE, candidates, final_channels, pair_mechanism, values_of
 from tccl_py.nccl.validator import NodeJob, Verdict, validate_cluster
-from tccl_py.plan.chains import ChoiceName, Order, PlanChain, per_channel
+from tccl_py.plan.chains import ChoiceName, Order, PlanChain, as_good, per_channel
 from tccl_py.plan.directory import (
     GRAPH_FILE,
     class_view,
@@ -231,7 +231,12 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
         Variables that lose at some size have a note; those that lose no more have none.
         """
-        plan = self._with_rates(result.achieved)
+        plan, dry_run = self._with_rates(result.achieved), self.plan.dry_run or result.dry_run
+        if as_good(plan.rates) != as_good(self.plan.rates) or dry_run != self.plan.dry_run:
+            # The limit is of the hops of the choice that was fastest before.
+            plan = replace(plan, limit_gbps=None)
+        if (plan.achieved_gbps or 0.0) > (plan.bound_gbps or math.inf):
+            plan = replace(plan, bound_gbps=None, proven=False, bound_assumptions=())
         notes = {arm.name: "; ".join(arm.objections) for arm in result.arms}
         if "variables" in notes:
             plan = replace(plan, variables=replace(plan.variables, note=notes["variables"]))
@@ -241,7 +246,6 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         if result.winner == "large-buffers" and plan.recommended != "large-buffers":
             # What smaller sets of GPUs gain was rated under other variables.
             plan = replace(plan, subsets=())
-        dry_run = plan.dry_run or result.dry_run
         return replace(self, plan=replace(plan, winner=result.winner, dry_run=dry_run))
 
     def write(self) -> None:

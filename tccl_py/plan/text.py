@@ -191,12 +191,13 @@ def summary(plan: Plan) -> Iterator[tuple[str, str]]:
 
 def limit_text(plan: Plan) -> str:
     """Return the meaning of the limit, and the share of what is fastest; "" if not known."""
-    fastest = as_good(plan.rates)
-    rate = plan.rates[fastest][0]
-    if not rate or not plan.limit_gbps:
+    rates = {name: rate for name, (rate, _) in plan.rates.items()}
+    best, name = max(rates.values()), plan.recommended
+    recommended = rates[name] * (1 + AS_GOOD) >= best
+    name = name if recommended else as_good(plan.rates)
+    if not plan.limit_gbps or not (rate := rates[name]):
         return ""
-    recommended = fastest == plan.recommended
-    what = "the plan" if recommended else CHOICE_WORDS[fastest]
+    what = "the plan" if recommended else CHOICE_WORDS[name]
     if rate > plan.limit_gbps * (1 + AS_GOOD):
         return f"bare copies over the same hops, no faster than {what}"
     share = min(1.0, rate / plan.limit_gbps)

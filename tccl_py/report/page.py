@@ -173,7 +173,7 @@ def _node(contents: Contents, number: int) -> NodeView:
 def provenance_lines(contents: Contents) -> Iterator[str]:
     """Yield a line for each kind of source of the rates and facts in the report."""
     plan = contents.plan
-    of = "NCCL jobs when settings were tuned" if plan.tuned else "a prediction of bus bandwidth"
+    of = "bus bandwidth of NCCL jobs" if plan.tuned else "a prediction of bus bandwidth"
     cost = dict(summary(plan))["cost"]
     yield f"Rings, hops and bounds: {plan.provenance}, {of}; {cost}; search {plan.strategy}."
     if texts := assumptions(plan):
@@ -205,20 +205,21 @@ class Bar(msgspec.Struct, frozen=True, kw_only=True):
 
 def rate_bars(plan: Plan, achieved: Mapping[ChoiceName, float]) -> list[Bar]:
     """Return bars of the choices, predicted and `achieved` by jobs, then of what is possible."""
-    how = ("achieved when tuned" if plan.tuned else "predicted") + IN_DRY_RUN * plan.dry_run
+    how = ("achieved by jobs" if plan.tuned else "predicted") + IN_DRY_RUN * plan.dry_run
     bars = []
     for name, choice in plan.choices.items():
         recommended, gain = name == plan.recommended, plan.gain(name)
+        rate = choice.achieved_gbps if plan.tuned else choice.rate_gbps
         notes = [
             recommended_words(plan) if recommended else "",
             f"{gain:.2f}x default NCCL" if gain is not None and name != "default" else "",
-            "" if choice.rate_gbps is not None else "not rated",
+            "" if rate is not None else "not rated",
             choice.note,
         ]
         label, kind = CHOICE_WORDS[name], "plan" if recommended else "default"
         note = "; ".join(filter(None, notes))
-        bars.append(Bar(label=f"{label}, {how}", gbps=choice.rate_gbps, kind=kind, note=note))
-        if name in achieved:
+        bars.append(Bar(label=f"{label}, {how}", gbps=rate, kind=kind, note=note))
+        if name in achieved and achieved[name] != rate:
             bars.append(Bar(label=f"{label}, achieved", gbps=achieved[name], kind="achieved"))
     limit, bound = plan.limit_gbps, plan.bound_gbps
     above = limit and bound and limit > bound
