@@ -19,6 +19,7 @@ import msgspec
 from tccl_py.errors import InputError, visible
 from tccl_py.experiments.record import Verification
 from tccl_py.files import decode_json, encode_json, read_text
+from tccl_py.nccl.settings import GRAPH_VARIABLE
 from tccl_py.plan.chains import ChoiceName
 from tccl_py.plan.text import CHOICE_WORDS
 from tccl_py.report.verification import verification_json
@@ -44,7 +45,6 @@ class TransferRow(msgspec.Struct, frozen=True, kw_only=True):
     """The parts of another collective than those compared that README shows."""
 
     collective: str
-    bytes: int
     groups: list[list[int]]
     ratio: float
 
@@ -99,14 +99,14 @@ def readme() -> str:
 def front_row(name: str, choice: ChoiceName) -> str:
     """Return a choice of a recorded result as a row of README's table."""
     result = read_result(RECORDED / f"{name}.json")
-    default, best = result.arms[0], next(arm for arm in result.arms if arm.name == choice)
+    default, arm = result.arms[0], next(arm for arm in result.arms if arm.name == choice)
     no_p2p = default.environment.get("NCCL_P2P_DISABLE") == "1"
     gpus = _gpus(result) + (", P2P disabled" if no_p2p else ", NVLink")
-    ratio = _ratio(best)
+    ratio = _ratio(arm)
     if name == DISPUTED:
         ratio = f"no change: {ratio.replace('*', '')} in one run, not in another"
-    cells = [_cell(gpus), ratio, _rates(default, best), _cell(_winner(default, best))]
-    return "| " + " | ".join([*cells, _transfers(best, no_p2p=no_p2p)]) + " |"
+    cells = [_cell(gpus), ratio, _rates(default, arm), _cell(_choice(default, arm))]
+    return "| " + " | ".join([*cells, _transfers(arm, no_p2p=no_p2p)]) + " |"
 
 
 def _transfers(arm: ArmRow, *, no_p2p: bool) -> str:
@@ -165,7 +165,7 @@ def row(result: Result, path: Path) -> str:
     default, best = _compared(result)
     versions = ", ".join(result.versions.get(name, "?") for name in ("nccl", "driver"))
     cells = [
-        *map(_cell, (_gpus(result), _variables(default.environment), _winner(default, best))),
+        *map(_cell, (_gpus(result), _variables(default.environment), _choice(default, best))),
         _ratio(best) if best is not default else "1",
         _rates(default, best),
         _gbps(best.predicted_gbps),
@@ -186,14 +186,14 @@ def _gpus(result: Result) -> str:
     return gpus + (f" on {len(result.hosts)} hosts" if result.hosts else "")
 
 
-def _winner(default: ArmRow, best: ArmRow) -> str:
-    """Return the winner with the variables that default NCCL did not have."""
+def _choice(default: ArmRow, arm: ArmRow) -> str:
+    """Return a choice with the variables that default NCCL did not have."""
     changes = {
         name: value
-        for name, value in best.environment.items()
-        if default.environment.get(name) != value and name != "NCCL_GRAPH_FILE"
+        for name, value in arm.environment.items()
+        if default.environment.get(name) != value and name != GRAPH_VARIABLE
     }
-    return " with ".join(filter(None, [CHOICE_WORDS[best.name], _variables(changes)]))
+    return " with ".join(filter(None, [CHOICE_WORDS[arm.name], _variables(changes)]))
 
 
 def _ratio(best: ArmRow) -> str:

@@ -143,10 +143,10 @@ class Verification(Kept, frozen=True, kw_only=True):
     `order` has the arm of each job as a letter, A the baseline and the last letter default NCCL
     `again`, whose rows say how far it differs from itself; `raw` each job's seconds per call by
     row, rank and batch, nothing of rows that it left out: rounds of rows in doubt have these alone.
-    `at_once` jobs ran at the same time, interleaved. Of several hosts,
-    `hosts` are names in rank order, `gpus` is empty, and rings have ranks. Predictions of a `tuned`
-    plan are earlier jobs' bandwidths, and those of a `dry_plan` are of host memory. `workload` is a
-    job's communication, if one was given.
+    `at_once` jobs ran at the same time, interleaved. Of several hosts, `hosts` are names in rank
+    order, `gpus` is empty, and rings have ranks. Predictions of a `tuned` plan are earlier jobs'
+    bandwidths, and those of a `dry_plan` are of host memory. `workload` is a job's communication,
+    if one was given.
     """
 
     FILE = "verify.json"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -112,6 +112,7 @@ class Judge(NamedTuple):
         names: list[ChoiceName] = [*(arm.name for arm in self.arms), AGAIN]
         letters = dict(zip(names, "ABCDE", strict=False))
         ranks = rounds.checked["default"].results
+        collectives = [row for row in self.rows if not row.mode]
         return Verification(
             machine=plan_name(target.plan),
             **picked(target, "gpus", "hosts"),
@@ -129,7 +130,7 @@ class Judge(NamedTuple):
             devices=tuple(rank.device for rank in ranks),
             order="".join(letters[name] for name, _ in rounds.jobs),
             at_once=rounds.at_once,
-            raw=tuple(tuple(_collective_seconds(job, self.rows)) for _, job in rounds.jobs),
+            raw=tuple(_seconds_of(job, collectives) for _, job in rounds.jobs),
             seconds=time.monotonic() - self.begun,
         )
 
@@ -185,12 +186,10 @@ def rings_of_jobs(
     return next((rings for rings in comparisons if not rings.same), comparisons[0])
 
 
-def _collective_seconds(
-    job: Outcome, rows: Sequence[Row]
-) -> Iterator[tuple[tuple[float, ...], ...]]:
-    """Yield the seconds of each collective on all ranks, by batch; nothing of a row left out."""
+def _seconds_of(job: Outcome, rows: Iterable[Row]) -> tuple[tuple[tuple[float, ...], ...], ...]:
+    """Return the seconds of each row on all ranks, by batch; nothing of a row left out."""
     timed = {ranks[0].row: tuple(times.seconds for times in ranks) for ranks in job.rows}
-    return (timed.get(row, ()) for row in rows if not row.mode)
+    return tuple(timed.get(row, ()) for row in rows)
 
 
 def _wrong_training(baseline: Sequence[Outcome], jobs: Sequence[Outcome]) -> Iterator[WrongValue]:

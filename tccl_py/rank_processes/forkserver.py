@@ -29,7 +29,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import NoReturn
 
@@ -216,7 +215,7 @@ def _ended(pids: Sequence[int], timeout: float, control: socket.socket) -> list[
             break
     running = set(pids) - codes.keys()
     _signal(running, signal.SIGSTOP)
-    segments = set(chain.from_iterable(map(_segments, running)))
+    segments = {path for pid in running for path in _segments(pid)}
     _signal(running, signal.SIGKILL)
     # At once: a client that closed the connection kills this process soon.
     for path in segments:
