@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from statistics import NormalDist
 
 import msgspec
 import numpy as np
@@ -72,6 +73,26 @@ def ratio_interval(ratios: Sequence[float], *, level: float = 0.95) -> Interval:
         middle=math.exp(np.median(averages)),
         low=math.exp(averages[outside]),
         high=math.exp(averages[-1 - outside]),
+    )
+
+
+def unpaired_interval(slow: Sequence[float], fast: Sequence[float]) -> Interval:
+    """Return the speed of `fast` over `slow` from times of jobs that are no pairs: 95 % interval.
+
+    It is the median of all their ratios; the ends follow from the normal approximation of the
+    rank-sum statistic (Hodges & Lehmann 1963), which holds 95 % from 6 against 12 values on.
+
+    >>> f"{unpaired_interval([3.0, 3.1, 2.9] * 4, [2.0] * 6):.2f}"
+    '1.50 (1.45 to 1.55)'
+    """
+    ratios = np.sort([math.log(a / b) for a in slow for b in fast])
+    spread = math.sqrt(len(ratios) * (len(slow) + len(fast) + 1) / 12)
+    outside = int(len(ratios) / 2 - NormalDist().inv_cdf((1 + _CONFIDENCE) / 2) * spread) - 1
+    outside = max(0, outside)
+    return Interval(
+        middle=math.exp(np.median(ratios)),
+        low=math.exp(ratios[outside]),
+        high=math.exp(ratios[-1 - outside]),
     )
 
 
