@@ -1,6 +1,7 @@
 """The pool and the profiler over the host backend: real processes, real copies."""
 
 import contextlib
+import os
 import time
 
 import pytest
@@ -21,6 +22,9 @@ from tccl_py.errors import MeasurementError
 from tccl_py.model.machine import Fingerprint
 from tccl_py.model.measurement import BandwidthSource, faults
 from tccl_py.model.transfer import parse_set
+from tccl_py.sources.opening import open_source
+from tccl_py.sources.profiled import measured_machine
+from tests.processes import alive, children
 from tests.profiler_pools import (
     BOUNCE,
     REPEATS,
@@ -230,6 +234,26 @@ def test_a_pool_tells_what_its_devices_are(pool):
 def test_a_pool_is_started_once(pool):
     with pytest.raises(MeasurementError, match=r"^the pool has been"):
         pool.start()
+
+
+def test_workers_that_were_prepared_are_those_that_measure():
+    pool = pool_of(memory=MEMORY)
+    pool.prepare()
+    pids = set(pool.pids)
+    with pool:
+        assert moving(pool, str(BOUNCE))
+    assert pool.pids == pids and len(pids) == 2
+
+
+def test_of_workers_that_were_prepared_for_nothing_none_stays():
+    others = shared_mappings()
+    before = set(children(os.getpid()))
+    with open_source(measured_machine("host", 2)) as source:
+        source.prepare()
+        pids = set(children(os.getpid())) - before
+        assert len(pids) == 2
+    assert not any(map(alive, pids))
+    assert shared_mappings() == others
 
 
 def test_host_memory_is_kept_and_grows_for_a_set_that_needs_more():

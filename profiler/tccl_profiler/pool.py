@@ -69,7 +69,7 @@ class Pool:
         self.started: dict[str, messages.Started] = {}
         self.control: Control | None = None
         self._epoch = 0
-        self._broken = False
+        self._broken = self._is_started = False
         # Process ids of all workers so far.
         self.pids: set[int] = set()
         self._variables = variables or {}
@@ -86,11 +86,11 @@ class Pool:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def start(self) -> None:
-        """Start the workers and set everything up."""
-        if self.control is not None:
-            raise MeasurementError("the pool has been started already")
-        try:
+    def prepare(self) -> None:
+        """Start the workers, which take seconds to take their devices; `start` waits for them."""
+        if self.workers:
+            return
+        with self._closed_by_errors():
             self.control = Control.create(len(self._specs))
             for slot, spec in enumerate(self._specs):
                 worker = spawned(slot, spec, self._variables, self._timeouts.answer_s)
@@ -104,19 +104,31 @@ class Pool:
                     **msgspec.structs.asdict(spec),
                 )
                 worker.ask(start, (self.control.segment.fd,))
+
+    def start(self) -> None:
+        """Start the workers and set everything up."""
+        if self._is_started:
+            raise MeasurementError("the pool has been started already")
+        self.prepare()
+        self._is_started = True
+        with self._closed_by_errors(), contextlib.ExitStack() as opened:
             deadline = time.monotonic() + self._timeouts.start_s
-            with contextlib.ExitStack() as opened:
-                arenas: dict[str, tuple[int, ...]] = {}
-                for worker in self.workers:
-                    device, left_s = worker.spec.device, deadline - time.monotonic()
-                    self.started[device], arenas[device] = worker.received(messages.Started, left_s)
-                    for fd in arenas[device]:
-                        opened.callback(os.close, fd)
-                self._broken = False
-                for device, fds in arenas.items():
-                    started = self.started[device]
-                    if started.arena_bytes:
-                        self._share(messages.Share(space=device, handle=started.handle), fds)
+            arenas: dict[str, tuple[int, ...]] = {}
+            for worker in self.workers:
+                device, left_s = worker.spec.device, deadline - time.monotonic()
+                self.started[device], arenas[device] = worker.received(messages.Started, left_s)
+                for fd in arenas[device]:
+                    opened.callback(os.close, fd)
+            self._broken = False
+            for device, fds in arenas.items():
+                started = self.started[device]
+                if started.arena_bytes:
+                    self._share(messages.Share(space=device, handle=started.handle), fds)
+
+    @contextlib.contextmanager
+    def _closed_by_errors(self) -> Iterator[None]:
+        try:
+            yield
         except BaseException:
             self.close(hurry=True)
             # The next use starts all anew.
@@ -125,7 +137,9 @@ class Pool:
 
     def close(self, *, hurry: bool = False) -> None:
         """End the workers and give all memory back; `hurry` kills what does not end at once."""
-        hurry, self._broken = hurry or self._broken, False
+        # A worker that only prepares itself hears nothing until it has its device.
+        hurry = hurry or self._broken or not self._is_started
+        self._broken = self._is_started = False
         if hurry and self.control is not None:
             self.control.abort()
         for worker in self.workers:

@@ -123,6 +123,10 @@ def _here(request: PlanRequest, say: Say) -> Subject:
     def search(reporter: Reporter | None) -> Plan:
         with source:
             rings = installed_nccl.rings_here(place, named)
+            if rings is not None and rings.able:
+                # Asking NCCL takes seconds, and so does the start of workers. They would be other
+                # processes on the GPUs before.
+                source.prepare()
             gpus = named or chosen_gpus(place.machine, None)
             cluster = single_host(place.machine, place.knowledge, gpus)
             made = plan_hosts(

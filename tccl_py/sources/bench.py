@@ -223,6 +223,11 @@ class Bench:
         """Refuse sets that the source cannot run, as far as it knows without a measurement."""
         self._of_source("check", lambda _: None)(sets)
 
+    def prepare(self) -> None:
+        """Let what measures start while the caller waits for something else, if sets may need it."""
+        if not any(self.sets):
+            self._of_source("prepare", lambda: None)()
+
     # Answers: the first sample of each set, further samples, and samples that are new.
 
     def measure(self, sets: Sets) -> Sequence[Measurement]:

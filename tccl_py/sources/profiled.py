@@ -190,6 +190,7 @@ class ProfilerSource:
         self.dry_run, self.fingerprint, self._check = dry_run, fingerprint, check
         self.deadline = inf
         self._proof: TransferSet | None = None
+        self._prepared: Session | None = None
         self._failures: list[str] = []
         self._entered = False
 
@@ -208,6 +209,14 @@ class ProfilerSource:
         """Clocks and links of the GPUs under load, or errors of the hosts' clocks."""
         return self._session.conditions
 
+    def prepare(self) -> None:
+        """Start the workers of this host, and do not wait for them: `start` does."""
+        from tccl_profiler.session import Session  # noqa: PLC0415
+
+        if not self._entered and isinstance(self._session, Session):
+            self._prepared = self._session
+            self._prepared.pool.prepare()
+
     def start(self) -> None:
         """Start the workers, which takes long once."""
         if not self._entered:
@@ -218,6 +227,8 @@ class ProfilerSource:
         """End the workers."""
         if self._entered:
             self._session.__exit__(*exception)
+        elif self._prepared is not None:
+            self._prepared.pool.close()
 
     def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
         """Measure each set.
