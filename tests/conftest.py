@@ -146,11 +146,17 @@ def _skip_without_gpus(item, markers, count, gpus):
 
 
 def pytest_report_teststatus(report):
-    """Say of each test on GPUs, where tests are listed, which GPUs it had, and for how long."""
+    """Say of each test on GPUs, where tests are listed, which it had, how long, and what failed.
+
+    A run whose time is over never comes to the summary.
+    """
     gpus = dict(getattr(report, "user_properties", ())).get("gpus")
-    if gpus and report.when == "call" and not report.skipped:
+    if gpus and not report.skipped and (report.when == "call" or report.failed):
         words = f"{report.outcome.upper()} in {report.duration:.0f} s on {gpus}"
-        return report.outcome, ".F"[report.failed], words
+        if crash := getattr(report.longrepr, "reprcrash", None):
+            words += f" ({' '.join(crash.message.split())[:500]})"
+        kind = report.outcome if report.when == "call" else "error"
+        return kind, ".F"[report.failed], words
     return None
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tccl_py.decision import LEAST_RATIO, best_for, harm, step_times, undominated
+from tccl_py.decision import best_for, harm, step_times, undominated
 from tccl_py.experiments.comparison import LEAST_ROUNDS, MAX_ROUNDS
 from tccl_py.experiments.record import Verification
 from tccl_py.files import decode_json
@@ -95,7 +95,9 @@ def test_units_of_time_and_the_order_of_jobs_do_not_matter_for_harm(seconds, pow
     arm, default, again = (seconds[at * third : (at + 1) * third] for at in range(3))
     arm = [value / speed for value in arm]
     verdict = harm(arm, default, again)
-    assert harm(*[[2.0**power * value for value in row] for row in (arm, default, again)]) == verdict
+    assert (
+        harm(*[[2.0**power * value for value in row] for row in (arm, default, again)]) == verdict
+    )
     assert harm(arm[::-1], default, again) == verdict
 
 

@@ -1,11 +1,17 @@
 """Machines of which a job sees some GPUs only."""
 
+import msgspec
 import pytest
 
 from tccl_py.errors import InputError
 from tccl_py.model.machine import check, check_knowledge
+from tccl_py.planning.opening import machine_subject
+from tccl_py.planning.request import PlanRequest
 from tccl_py.readers.live import only_gpus, visible_indices
 from tccl_py.simulator.descriptions import load_bundled
+from tccl_py.sources import opening, profiled
+from tccl_py.sources.profiled import MeasuredMachine
+from tests.sessions import PRINT
 from tests.toy import toy_machine
 
 UUIDS = ("GPU-aaaa-1", "GPU-aabb-2", "GPU-cccc-3", "GPU-dddd-4")
@@ -42,3 +48,36 @@ def test_what_is_left_is_a_machine_with_knowledge_of_its_own_gpus(name):
     check(machine, where=name)
     check_knowledge(knowledge, machine, where=name)
     assert not {"G0", "G2"} & {end for one in machine.nvlinks for end in (one.source, one.target)}
+
+
+def planned_by(monkeypatch, *, visible):
+    """The GPUs of the source that a plan would be measured by, and what the user is told."""
+    model = load_bundled("h200x4-vm")
+    place = MeasuredMachine(
+        backend="cuda",
+        machine=model.machine,
+        knowledge=model.knowledge,
+        fingerprint=PRINT,
+        visible=visible,
+    )
+    opened, told = [], []
+    monkeypatch.setattr(profiled, "measured_machine", lambda *_: place)
+    monkeypatch.setattr(opening, "open_session", lambda _, gpus, __: opened.append(gpus))
+    request = PlanRequest(version="2.28")
+    machine_subject(request, told.append)
+    machine_subject(msgspec.structs.replace(request, gpus="2,3"), told.append)
+    return opened, [text for text in told if "CUDA_VISIBLE_DEVICES" in text]
+
+
+def test_a_plan_is_for_the_gpus_that_are_visible_unless_others_are_named(monkeypatch):
+    opened, (told,) = planned_by(monkeypatch, visible=(0, 1))
+    assert opened == [(0, 1), (2, 3)]
+    assert "GPUs 0,1 of 4" in told
+    for visible in (None, (0, 1, 2, 3)):
+        opened, told = planned_by(monkeypatch, visible=visible)
+        assert (opened[0] or (0, 1, 2, 3), told) == ((0, 1, 2, 3), [])
+
+
+def test_one_visible_gpu_is_refused_by_the_name_of_the_variable(monkeypatch):
+    with pytest.raises(InputError, match="CUDA_VISIBLE_DEVICES: shows GPU 1 alone"):
+        planned_by(monkeypatch, visible=(1,))

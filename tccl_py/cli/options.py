@@ -81,7 +81,7 @@ INTERFACES = advanced(
 )
 NOISE = advanced("F", "Spread of simulated samples, 0 to 1.")
 SEED = advanced("N", "Seed of the noise.")
-GPUS = opt("LIST", "GPUs, as 0,2,5 or 0-3; all if not given.")
+GPUS = opt("LIST", "GPUs, as 0,2,5 or 0-3; by default all visible.")
 
 P2P = advanced(
     "yes|no", "Whether GPUs without NVLink have P2P, if MACHINE does not say (`tccl discover`)."

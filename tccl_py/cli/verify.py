@@ -141,10 +141,7 @@ def verify(
     if choice is not None and tune:
         raise InputError("--choice with --tune", "contradict", "--tune compares all choices")
     if in_job():
-        refuse(
-            {"--choice": choice, "--with": program},
-            ("", "is for the plan of one machine", "leave it out"),
-        )
+        refuse({"--with": program}, ("", "is for the plan of one machine", "leave it out"))
 
     def show(result: Verification) -> None:
         if json:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tccl_py.errors import InputError
+from tccl_py.errors import InputError, require
 from tccl_py.files import check_path, missing, refused
 from tccl_py.model.cluster import single_host
 from tccl_py.model.machine import Fingerprint
@@ -29,6 +29,7 @@ from tccl_py.sources.journal import read_journal, widen_journal
 
 if TYPE_CHECKING:
     from tccl_py.sources.hosts import Job
+    from tccl_py.sources.profiled import MeasuredMachine
 
 Say = Callable[[str], None]
 _MAX_RINGS = 16
@@ -117,7 +118,7 @@ def _here(request: PlanRequest, say: Say) -> Subject:
         request = msgspec.structs.replace(request, version=version)
         for text in not_pinned(request.pinned_env):
             say(text)
-    named = None if request.gpus is None else chosen_gpus(place.machine, request.gpus)
+    named = _named_gpus(request, place, say)
     source = open_source(place, gpus=named, options=request.options)
 
     def search(reporter: Reporter | None) -> Plan:
@@ -141,6 +142,22 @@ def _here(request: PlanRequest, say: Say) -> Subject:
         return msgspec.structs.replace(made, notices=(*made.notices, *noticed))
 
     return Subject(search=search, source=source, fingerprint=place.fingerprint)
+
+
+def _named_gpus(request: PlanRequest, place: MeasuredMachine, say: Say) -> tuple[int, ...] | None:
+    """Return the GPUs that a request or CUDA_VISIBLE_DEVICES names; None is all."""
+    if request.gpus is not None:
+        return chosen_gpus(place.machine, request.gpus)
+    if place.visible in (None, place.machine.gpu_indices):
+        return None
+    from tccl_py.readers.live import VARIABLE  # noqa: PLC0415 (loads NVML)
+
+    named = ",".join(map(str, place.visible))
+    right = "a ring joins 2 or more: unset it, or name others by `gpus`"
+    require(len(place.visible) > 1, VARIABLE, f"shows GPU {named} alone", right)
+    total = len(place.machine.gpus)
+    say(f"{VARIABLE} shows GPUs {named} of {total}: the plan is for these; `gpus` names others")
+    return place.visible
 
 
 def ring_counts_of(text: str | None) -> tuple[int, ...] | None:

@@ -224,7 +224,7 @@ class Bench:
         self._of_source("check", lambda _: None)(sets)
 
     def prepare(self) -> None:
-        """Let what measures start while the caller waits for something else, if sets may need it."""
+        """Let what measures start, not waited for, unless the memory may have all answers."""
         if not any(self.sets):
             self._of_source("prepare", lambda: None)()
 

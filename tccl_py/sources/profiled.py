@@ -5,6 +5,7 @@ Functions import the profiler late, so that simulations do not load it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import inf
 from typing import TYPE_CHECKING, Any, get_args
@@ -51,12 +52,16 @@ _SHOWN = 5
 
 
 class MeasuredMachine(msgspec.Struct, frozen=True, kw_only=True):
-    """A machine that the profiler measures."""
+    """A machine that the profiler measures; `visible` are the GPUs of CUDA_VISIBLE_DEVICES, if set.
+
+    They are measured where no others are named.
+    """
 
     backend: Backend
     machine: Machine
     knowledge: Knowledge
     fingerprint: Fingerprint
+    visible: tuple[int, ...] | None = None
 
     @property
     def notices(self) -> tuple[str, ...]:
@@ -131,14 +136,20 @@ def measured_machine(backend: str | None = None, devices: int | None = None) -> 
         return MeasuredMachine(
             backend="host", machine=machine, knowledge=reached, fingerprint=fingerprint
         )
-    from tccl_py.readers.live import discover_machine  # noqa: PLC0415
+    from tccl_py.readers import live  # noqa: PLC0415
 
     try:
-        machine, knowledge, fingerprint = discover_machine()
+        machine, knowledge, fingerprint = live.discover_machine()
     except InputError as error:
         raise InputError(error.where, error.what, _INSTEAD) from error
+    text = os.environ.get(live.VARIABLE)
+    visible = None if text is None else live.visible_indices(machine, fingerprint.gpu_uuids, text)
     return MeasuredMachine(
-        backend="cuda", machine=machine, knowledge=knowledge, fingerprint=fingerprint
+        backend="cuda",
+        machine=machine,
+        knowledge=knowledge,
+        fingerprint=fingerprint,
+        visible=visible,
     )
 
 
