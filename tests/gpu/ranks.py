@@ -15,11 +15,7 @@ REAL = "TCCL_VIRTUAL_GPUS" not in os.environ
 
 
 def _virtual_gpus():
-    """How many virtual GPUs the one real GPU stands for, on all hosts; at least 4.
-
-    With larger shares, those of three GPUs, kernels of a set were not running together; with the
-    shares of 8, flows over NVLink (24 blocks) do not fit.
-    """
+    """How many virtual GPUs the one real GPU stands for, on all hosts; at least 4."""
     listed = os.environ.get("VGPU_CONFIG")
     count = len(Path(listed).read_text().splitlines()) if listed else 8
     return max(4, count * int(os.environ.get("VGPU_HOSTS", "1")))
@@ -29,7 +25,9 @@ SHARE = (
     {}
     if REAL
     else {
-        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(96 // _virtual_gpus()),
+        # Of four GPUs with 22 % and more the last kernel of a set does not start, why is not known;
+        # with 18 % flows over NVLink (24 blocks) do not fit.
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(min(20, 96 // _virtual_gpus())),
         "VGPU_CONNECTIONS": str(max(2, 64 // _virtual_gpus())),
     }
 )
