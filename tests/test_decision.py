@@ -110,8 +110,11 @@ def test_drift_that_all_arms_have_is_no_loss():
 
 
 @pytest.mark.parametrize("rounds", [7, 9, 12])
-def test_large_buffers_on_four_gpus_are_harmless_from_the_first_rounds_that_can_show_it(rounds):
-    path = RECORDED / "h200x4-vm-no-p2p-large-buffers.json"
+@pytest.mark.parametrize("name", ["large-buffers", "usual"])
+def test_large_buffers_on_four_gpus_are_harmless_from_the_first_rounds_that_can_show_it(
+    name, rounds
+):
+    path = RECORDED / f"h200x4-vm-no-p2p-{name}.json"
     found = decode_json(path.read_text(), Verification, where=str(path))
 
     def times(rows):
