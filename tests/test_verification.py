@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.experiments.collectives import bus_gbps
-from tccl_py.experiments.comparison import FALSE_RATE, Compared, compare, table_of
+from tccl_py.experiments.comparison import FALSE_RATE, Compared, compare
 from tccl_py.experiments.jobs import (
     Arm,
     HostRanks,
@@ -23,7 +23,7 @@ from tccl_py.experiments.jobs import (
 )
 from tccl_py.experiments.record import Verification, why_not_verified
 from tccl_py.experiments.rounds import Rounds, RunBudget
-from tccl_py.experiments.spec import JobResult, WrongValue, batches, rows_of
+from tccl_py.experiments.spec import JobResult, WrongValue
 from tccl_py.experiments.target import read_target
 from tccl_py.experiments.trade_offs import trade_offs
 from tccl_py.experiments.tuning import run_tuning
@@ -31,10 +31,10 @@ from tccl_py.experiments.verify import Judge, verify_target
 from tccl_py.files import decode_json, encode_json
 from tccl_py.nccl.settings import Settings
 from tccl_py.plan.directory import write_plan
-from tccl_py.report.verification import facts_of, headline, trade_off_lines
+from tccl_py.report.verification import headline, trade_off_lines
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.statistics import sign_flip_p
-from tccl_py.workloads.bundled import BUNDLED, bundled
+from tccl_py.workloads.bundled import BUNDLED
 from tests.nccl_cases import torn
 from tests.planned import SMALL, as_only, plan_of, rebind
 from tests.verified import (
@@ -304,123 +304,21 @@ def test_a_choice_that_slows_send_recv_is_no_winner(boxed, box, ratio, winner, g
     assert all(one.harm is None for one in (*found.again, *found.arms[0].rows))
 
 
-IN_DOUBT = 16 << 10
-"""The size of a row whose times differ from job to job."""
-
-
-def with_rows_in_doubt(jitters, *, small=1.0, **more):
-    """Jobs of a plan of intel-v100 in which variables speed large messages up.
-
-    `jitters` are the deviations of some sizes, and `small` is the speed of 4 KiB by variables.
-    """
+@pytest.mark.parametrize("lost", [False, True])
+def test_rounds_are_added_while_a_loss_is_in_doubt_unless_a_row_is_lost(boxed, box, lost):
+    doubted = 16 << 10
 
     def speed(size):
-        return small if size == 4096 else 1.3 if size > max(jitters) else 1.0
+        return 1.3 if size > doubted else 0.5 if lost and size < doubted else 1.0
 
-    return FakeJobs(
+    jobs = FakeJobs(
         by_plan(lambda _: 1.0, variables=speed),
-        jitter=lambda row: jitters.get(row.bytes, 0.0),
-        **{"noise": 0.001, **more},
+        noise=0.001,
+        jitter=lambda row: 0.06 * (row.bytes == doubted),
     )
-
-
-def sizes_of_jobs(found, jobs):
-    """The sizes that each job timed, after those that check values."""
-    return [{row.bytes for row in spec.rows} for spec, _ in jobs.jobs[len(found.arms) :]]
-
-
-def test_rows_of_which_a_loss_is_in_doubt_have_rounds_of_their_own(boxed, box):
-    jobs = with_rows_in_doubt({IN_DOUBT: 0.06})
-    budget = RunBudget(sizes=(IN_DOUBT, 64 << 20), rounds=7)
+    budget = RunBudget(sizes=(4096, doubted, 64 << 20), rounds=7)
     found = run_verification(boxed, box, dry_run(boxed, jobs), budget)
-    variables, again = found.judged, [row for row in found.again if row.over_all]
-    counts = {row.bytes: len(row.seconds) for row in variables.sizes}
-    whole = found.rounds - found.rounds_in_doubt
-    assert (counts[64 << 20], found.fault()) == (whole, "")
-    assert (found.winner, variables.unclear) == ("variables", ())
-    assert whole < counts[IN_DOUBT] == len(again[0].seconds) == found.rounds
-    sizes = sizes_of_jobs(found, jobs)
-    assert sizes.count({IN_DOUBT}) == 4 * found.rounds_in_doubt
-    assert all(
-        (job[1] == ()) == (of == {IN_DOUBT}) for job, of in zip(found.raw, sizes, strict=True)
-    )
-    assert any("of them of rows in doubt alone" in line for line in facts_of(found))
-    # What the other rows say does not depend on rounds that they have not.
-    assert variables.sizes[1].verdict == "better"
-
-
-@pytest.mark.parametrize("case", ["lost", "workload", "nccl-tests"])
-def test_rows_have_no_rounds_of_their_own_where_all_are_needed_or_one_loses(boxed, box, case):
-    jobs = with_rows_in_doubt({IN_DOUBT: 0.06}, small=0.5 if case == "lost" else 1.0)
-    job = bundled("data-parallel", 4) if case == "workload" else None
-    budget = RunBudget(sizes=(4096, IN_DOUBT, 64 << 20), rounds=7, workload=job)
-    program = {"nccl_tests": Path("all_reduce_perf")} if case == "nccl-tests" else {}
-    found = run_verification(boxed, box, dry_run(boxed, jobs, **program), budget)
-    assert (found.rounds_in_doubt, found.winner == "default") == (0, case == "lost")
-    assert all({IN_DOUBT, 64 << 20} <= sizes for sizes in sizes_of_jobs(found, jobs))
-    assert (found.rounds > 7) == (case != "lost")
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_rows_once_in_doubt_stay_together(boxed, box, seed):
-    jobs = with_rows_in_doubt({4096: 0.12, IN_DOUBT: 0.05}, seed=seed)
-    budget = RunBudget(sizes=(4096, IN_DOUBT, 64 << 20), rounds=7)
-    found = run_verification(boxed, box, dry_run(boxed, jobs), budget)
-    alone = [
-        {row for row in spec.rows if row.over_all}
-        for spec, _ in jobs.jobs[len(found.arms) :]
-        if 64 << 20 not in {row.bytes for row in spec.rows}
-    ]
-    assert len(alone) == 4 * found.rounds_in_doubt > 0
-    assert all(before <= after for before, after in itertools.pairwise(alone))
-
-
-def test_of_large_sizes_the_speed_is_that_of_rounds_of_all_of_them(boxed, box):
-    jobs = with_rows_in_doubt({64 << 20: 0.06})
-    budget = RunBudget(sizes=(64 << 20, 256 << 20), rounds=7)
-    found = run_verification(boxed, box, dry_run(boxed, jobs), budget)
-    first, last = found.judged.sizes
-    assert len(first.seconds) > len(last.seconds)
-    assert found.judged.large == found.judged.over(found.arms[0])
-    assert found.judged.large.ratio == pytest.approx(1.3**0.5, rel=0.05)
-
-
-def test_rounds_of_rows_in_doubt_keep_no_verdict_of_all_rows_waiting(boxed, box):
-    # Never clear: all rounds are run.
-    jobs = with_rows_in_doubt({IN_DOUBT: 0.4})
-    budget = RunBudget(sizes=(IN_DOUBT, 64 << 20))
-    found = run_verification(boxed, box, dry_run(boxed, jobs), budget)
-    rounds = sizes_of_jobs(found, jobs)[:: len(found.arms) + 1]
-    assert (found.rounds, found.winner) == (40, "default")
-    assert [sizes == {IN_DOUBT} for sizes in rounds[:7]] == [False] * 7
-    whole = [at for at, sizes in enumerate(rounds) if sizes != {IN_DOUBT}]
-    # As many of both kinds until the budget's rounds of all rows are over.
-    assert whole[7:10] == [14, 16, 18]
-    assert len(whole) == budget.rounds
-
-
-def test_of_each_row_the_rounds_of_all_rows_come_first(boxed):
-    small, large = rows_of((IN_DOUBT, 64 << 20))
-
-    def job(number, *rows):
-        times = tuple(batches(row, (number * row.bytes,)) for row in rows)
-        return "default", Outcome(results=(JobResult(rank=0, torch="", times=times),), log="")
-
-    jobs = [job(1, small, large), job(2, small), job(3, small, large), job(4, small)]
-    table = table_of(dry_run(boxed, None), jobs)["default"]
-    assert [seconds / IN_DOUBT for seconds in table[small].seconds] == [1, 3, 2, 4]
-    assert [seconds / large.bytes for seconds in table[large].seconds] == [1, 3]
-
-
-def test_an_arm_that_fails_in_a_round_of_rows_in_doubt_leaves_with_all_its_jobs(boxed, box):
-    def failing(environment):
-        return "out of memory" if by_variables(environment) and len(jobs.jobs) > 40 else ""
-
-    jobs = with_rows_in_doubt({IN_DOUBT: 0.06}, fails=failing)
-    budget = RunBudget(sizes=(IN_DOUBT, 64 << 20))
-    found = run_verification(boxed, box, dry_run(boxed, jobs), budget)
-    assert (found.judged.failure, found.winner, found.fault()) == ("out of memory", "default", "")
-    assert {IN_DOUBT} in sizes_of_jobs(found, jobs)
+    assert (found.rounds > 7, found.winner) == (not lost, "default" if lost else "variables")
 
 
 FASTER = {128: 1.55, 256: 1.44, 512: 1.3, 1024: 1.2}

@@ -85,9 +85,8 @@ def compare(
 ) -> tuple[Compared, ...]:
     """Compare an arm's rows of seconds, one value a round, with the baseline's rows.
 
-    p values are adjusted for all rows of so many `arms`, and from the first rounds, which all rows
-    have: a row of more rounds would hide the others. Raises ValueError: fewer than LEAST_ROUNDS
-    rounds, more than MAX_ROUNDS, or unequal lengths of a row.
+    p values are adjusted for all rows of so many `arms`. Raises ValueError: fewer than LEAST_ROUNDS
+    rounds, more than MAX_ROUNDS, or unequal lengths.
     """
     ratios = [
         [b / a for a, b in zip(row, base, strict=True)]
@@ -96,8 +95,7 @@ def compare(
     for row in ratios:
         if not LEAST_ROUNDS <= len(row) <= MAX_ROUNDS:
             raise ValueError(f"{len(row)} rounds: {LEAST_ROUNDS} to {MAX_ROUNDS} can be compared")
-    common = min(map(len, ratios), default=0)
-    adjusted = sign_flip_p([[math.log(ratio) for ratio in row[:common]] for row in ratios])
+    adjusted = sign_flip_p([[math.log(ratio) for ratio in row] for row in ratios])
     spans = map(ratio_interval, ratios)
     return tuple(
         Compared(**msgspec.structs.asdict(span), p=min(1.0, arms * p))
@@ -151,8 +149,6 @@ Table = Mapping[ChoiceName, Mapping[Row, Timed]]
 
 def table_of(launcher: Launcher, jobs: Sequence[tuple[ChoiceName, Outcome]]) -> Table:
     """Return the rows of every arm's jobs, with the speed over the first arm's."""
-    # Of each row the rounds of all rows come first, those of rows in doubt last.
-    jobs = sorted(jobs, key=lambda job: len(job[1].results[0].times), reverse=True)
     names = list(dict.fromkeys(name for name, _ in jobs))
     count = len([name for name in names[1:] if name != AGAIN])
     names = names if count else names[:1]

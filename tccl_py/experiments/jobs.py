@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 import msgspec
 from msgspec.structs import replace
 
-from tccl_py.errors import MeasurementError, counted
+from tccl_py.errors import MeasurementError
 from tccl_py.experiments.spec import JobResult, JobSpec, RowTimes, WrongValue
 from tccl_py.files import encode_json
 from tccl_py.model.measurement import Backend
@@ -211,14 +211,14 @@ class Launcher(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ConcurrentJobs:
-    """Runs jobs of a specification, or of some `rows` of it, `at_once` at the same time.
+    """Runs jobs of a specification, `at_once` at the same time.
 
     The number follows from the room for buffers of the rows on a device. It drops to 1 when several
     jobs fail together, because each may be able to run alone.
     """
 
     def __init__(self, launcher: Launcher, spec: JobSpec) -> None:
-        self._launcher, self._spec, self.rows = launcher, spec, spec.rows
+        self._launcher, self._spec = launcher, spec
         largest = max((row.bytes for row in spec.rows), default=1)
         if launcher.backend == "host":
             largest *= max(len(host.ranks) for host in launcher.hosts)
@@ -231,7 +231,7 @@ class ConcurrentJobs:
         while len(outcomes) < len(arms):
             batch = arms[len(outcomes) :][: self.at_once]
             try:
-                outcomes += self._launcher.run(batch, replace(self._spec, rows=self.rows))
+                outcomes += self._launcher.run(batch, self._spec)
             except MeasurementError as error:
                 outcomes += [error] * (self.at_once == 1)
                 self.at_once = 1
@@ -248,9 +248,7 @@ class ConcurrentJobs:
             count = max(1, min(most - done, self.at_once // len(arms)))
             numbers = range(done, done + count)
             names = " and ".join(str(number + 1) for number in numbers)
-            some = len(self.rows) < len(self._spec.rows)
-            of = f", of {counted(len(self.rows), 'row')} in doubt" if some else ""
-            self._launcher.watch(f"round {names}{of} (at least {least}, at most {most})")
+            self._launcher.watch(f"round {names} (at least {least}, at most {most})")
             yield self.run([arm for number in numbers for arm in round_order(arms, number)])
             done += count
 

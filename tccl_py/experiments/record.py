@@ -112,9 +112,7 @@ class ArmResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def over(self, baseline: ArmResult) -> Compared:
         """Compare the large sizes (the largest size if none is large) with another arm's."""
         large = [at for at, row in enumerate(self.sizes) if is_large(row.bytes)] or [-1]
-        # Rounds of rows in doubt alone come last in a row.
-        whole = min(len(row.seconds) for row in self.sizes)
-        rows = ([arm.sizes[at].seconds[:whole] for at in large] for arm in (self, baseline))
+        rows = ([arm.sizes[at].seconds for at in large] for arm in (self, baseline))
         means = [list(map(geometric_mean, zip(*row, strict=True))) for row in rows]
         return compare(means[:1], means[1:])[0]
 
@@ -142,11 +140,10 @@ class Verification(Kept, frozen=True, kw_only=True):
     `recommended` is the plan's choice, `chosen` the one in question, and `winner` the best by jobs.
     `order` has the arm of each job as a letter, A the baseline and the last letter default NCCL
     `again`, whose rows say how far it differs from itself; `raw` each job's seconds per call by
-    row, rank and batch, nothing of rows that it left out: rounds of rows in doubt have these alone.
-    `at_once` jobs ran at the same time, interleaved. Of several hosts, `hosts` are names in rank
-    order, `gpus` is empty, and rings have ranks. Predictions of a `tuned` plan are earlier jobs'
-    bandwidths, and those of a `dry_plan` are of host memory. `workload` is a job's communication,
-    if one was given.
+    row, rank and batch. `at_once` jobs ran at the same time, interleaved. Of several hosts,
+    `hosts` are names in rank order, `gpus` is empty, and rings have ranks. Predictions of a `tuned`
+    plan are earlier jobs' bandwidths, and those of a `dry_plan` are of host memory. `workload` is a
+    job's communication, if one was given.
     """
 
     FILE = "verify.json"
@@ -188,9 +185,8 @@ class Verification(Kept, frozen=True, kw_only=True):
         if not timed or (rows and not self.devices):
             return "has rows without times or devices"
         sound = (arm for arm in self.arms if not arm.failure)
-        rounds = {tuple(len(row.seconds) for row in arm.sizes) for arm in sound}
-        counts = {count for each in rounds for count in each}
-        if len(rounds) > 1 or not all(LEAST_ROUNDS <= count <= MAX_ROUNDS for count in counts):
+        rounds = {len(row.seconds) for arm in sound for row in arm.sizes}
+        if len(rounds) > 1 or not all(LEAST_ROUNDS <= count <= MAX_ROUNDS for count in rounds):
             return f"has not the same {LEAST_ROUNDS} to {MAX_ROUNDS} rounds of all arms"
         return ""
 
@@ -240,12 +236,6 @@ class Verification(Kept, frozen=True, kw_only=True):
     def rounds(self) -> int:
         """Return the number of jobs of each arm."""
         return self.order.count("A")
-
-    @property
-    def rounds_in_doubt(self) -> int:
-        """Return the number of jobs of each arm that timed rows in doubt alone."""
-        jobs = zip(self.order, self.raw, strict=False)
-        return sum(arm == "A" and () in rows for arm, rows in jobs)
 
 
 def good_choices(arms: Sequence[ArmResult]) -> tuple[ChoiceName, ...]:

@@ -1,8 +1,7 @@
 """The work of a comparison, and its rounds, until what they say is clear.
 
 The jobs of a round are interleaved, or run in an order that is reversed and rotated from round to
-round, so that slow drift touches all arms alike. Rows of which a loss might not have been seen have
-further rounds.
+round, so that slow drift touches all arms alike.
 """
 
 from __future__ import annotations
@@ -42,9 +41,8 @@ class RunBudget(msgspec.Struct, frozen=True, kw_only=True):
     """Work of a comparison: rounds, sizes in bytes, and seconds after which no round begins.
 
     LEAST_ROUNDS are always run, of three arms one more; fewer than `rounds` where all verdicts are
-    clear, more where one is open and time is left, some of them of rows in doubt alone. The rows of
-    a `workload` are timed as well. `only` one choice is compared with default NCCL, if one is
-    named.
+    clear, more where one is open and time is left. The rows of a `workload` are timed as well.
+    `only` one choice is compared with default NCCL, if one is named.
     """
 
     rounds: int = 10
@@ -154,37 +152,26 @@ def run_rounds(
     jobs = ConcurrentJobs(launcher, JobSpec(rows=tuple(rows)))
     outcomes: list[tuple[ChoiceName, Outcome]] = []
     table: Table = {}
-    # A step of a workload needs all its rows, and a program of nccl-tests knows ranges of sizes.
-    divisible = budget.workload is None and launcher.nccl_tests is None
-    doubted: set[Row] = set()
 
     def complete() -> Rounds:
         ended = outcomes[: count * len(running)]
         return Rounds(checked=checked, jobs=ended, failures=failures, at_once=at_once, table=table)
 
     least = least_rounds(len(checking))
-    most, at_once = min(MAX_ROUNDS, max(budget.rounds * budget.extra, least)), 0
-    count = partial = 0
+    most, at_once, count = min(MAX_ROUNDS, max(budget.rounds * budget.extra, least)), 0, 0
     try:
         for ended in jobs.rounds(running, least, most) if len(running) > len(defaults) else ():
             outcomes += sound(ended)
             outcomes = [(name, job) for name, job in outcomes if name not in failures]
             at_once = min(jobs.at_once, len(ended))
-            before, count = count, len(outcomes) // len(running)
-            partial += (count - before) * (len(jobs.rows) < len(rows))
+            count = len(outcomes) // len(running)
             if count < least and len(running) > len(defaults):
                 continue
             # Compare all rows of all arms at once; stop where more rounds add nothing.
             table = table_of(launcher, outcomes)
-            if time.monotonic() - begun > budget.seconds or len(running) == len(defaults):
+            late = time.monotonic() - begun > budget.seconds
+            if late or len(running) == len(defaults) or _enough(budget, table, count):
                 break
-            doubts, unclear = _in_doubt(budget, table), _unclear(budget, table, count - partial)
-            if not doubts and not unclear:
-                break
-            # Rows once in doubt stay together: each would else end at its most favourable look.
-            doubted |= doubts
-            apart = divisible and bool(doubts) and (not unclear or 2 * partial < count)
-            jobs.rows = tuple(row for row in rows if row in doubted or not apart)
     except (KeyboardInterrupt, Terminated):
         if table:
             interrupted(complete())
@@ -192,32 +179,25 @@ def run_rounds(
     return complete()
 
 
-def _in_doubt(budget: RunBudget, table: Table) -> set[Row]:
-    """Return the rows of which it has to become clear whether an arm that gains loses in them."""
-    doubts: set[Row] = set()
-    for rows in table.values():
-        harms = {row: timed.harm for row, timed in rows.items()}
+def _enough(budget: RunBudget, table: Table, count: int) -> bool:
+    """Return whether more rounds add nothing.
+
+    Beyond the budget's rounds, only a lean to harm counts, and sizes from _NARROW on over all
+    ranks. In all rounds it has to become clear whether an arm that gains is harmless.
+    """
+    for name, rows in table.items():
+        harms = {timed.harm for timed in rows.values()}
         gains = any(
             timed.compared.low > 1 + SMALLEST_EFFECT
             for row, timed in rows.items()
             if row.over_all and row.bytes == max(budget.sizes)
         )
-        if gains and "loses" not in harms.values():
-            doubts |= {row for row, harm in harms.items() if harm == "open"}
-    return doubts
-
-
-def _unclear(budget: RunBudget, table: Table, count: int) -> bool:
-    """Return whether more rounds of all rows than these may add a verdict.
-
-    Beyond the budget's rounds, only a lean to harm counts, and sizes from _NARROW on over all
-    ranks.
-    """
-    for name, rows in table.items():
+        if gains and "open" in harms and "loses" not in harms:
+            return False
         for row, timed in rows.items() if name != AGAIN else ():
             narrow = row.bytes >= _NARROW and not row.groups
             counts = count < budget.rounds or narrow or timed.compared.high < 1
             judged = row.mode or row.collective in budget.collectives
             if timed.compared.open and counts and judged:
-                return True
-    return False
+                return False
+    return True

@@ -187,9 +187,9 @@ def rings_of_jobs(
 
 
 def _seconds_of(job: Outcome, rows: Iterable[Row]) -> tuple[tuple[tuple[float, ...], ...], ...]:
-    """Return the seconds of each row on all ranks, by batch; nothing of a row left out."""
+    """Return the seconds of each row on all ranks, by batch."""
     timed = {ranks[0].row: tuple(times.seconds for times in ranks) for ranks in job.rows}
-    return tuple(timed.get(row, ()) for row in rows)
+    return tuple(timed[row] for row in rows)
 
 
 def _wrong_training(baseline: Sequence[Outcome], jobs: Sequence[Outcome]) -> Iterator[WrongValue]:

@@ -108,12 +108,9 @@ def facts_of(result: Verification) -> list[str]:
         lines.append(f"not in this backend: {', '.join(result.left_out)}")
     lines += trade_off_lines(result)
     if result.rounds:
-        doubted = result.rounds_in_doubt
-        details = [f", {doubted} of them of rows in doubt alone"] if doubted else []
-        details += [f", {result.at_once} jobs at once"] if result.at_once > 1 else []
-        which = "".join(details) + "," * bool(details)
+        at_once = f", {result.at_once} jobs at once," if result.at_once > 1 else ""
         lines.append(
-            f"{result.rounds} interleaved rounds{which} in {result.seconds:.0f} s. Under "
+            f"{result.rounds} interleaved rounds{at_once} in {result.seconds:.0f} s. Under "
             f"{SMALLEST_EFFECT:.0%} counts as the same; of 100 such comparisons of equal arms "
             f"{100 * FALSE_RATE:.0f} at most have a row that is called better or worse."
         )
