@@ -57,6 +57,26 @@ def test_lines_of_nccls_files_that_contradict_the_plan_disable_it_and_are_named(
     assert f"NCCL_SHM_DISABLE ({conf}:2)" in run(*words, "--", "true", **own).stderr
 
 
+def test_env_names_what_contradicts_the_plan_and_is_not_replaced_by_what_it_exports(
+    directory, tmp_path
+):
+    def errors(**own):
+        clean = {name: text for name, text in os.environ.items() if not name.startswith("NCCL_")}
+        command = [sys.executable, "-m", "tccl_py", "env", directory, "--choice", "graph"]
+        done = subprocess.run(
+            command, env={**clean, **own}, capture_output=True, text=True, check=True
+        )
+        assert "export NCCL_GRAPH_FILE" in done.stdout
+        return done.stderr
+
+    conf = tmp_path / "nccl.conf"
+    conf.write_text("NCCL_SHM_DISABLE=1\n")
+    assert f"NCCL_SHM_DISABLE ({conf}:1)" in errors(NCCL_CONF_FILE=str(conf))
+    assert "NCCL_SHM_DISABLE" in errors(NCCL_SHM_DISABLE="1")
+    for replaced in ({"NCCL_GRAPH_FILE": "/other"}, {}):
+        assert errors(**replaced) == ""
+
+
 def test_another_graph_file_of_the_user_disables_the_plan(directory):
     words, own = (directory, "--choice", "graph"), {"NCCL_GRAPH_FILE": "/mine.xml"}
     assert variables_of(*words, **own) == own

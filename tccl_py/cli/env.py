@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
@@ -69,6 +69,11 @@ def env(
     if workload is not None:
         choice = _choice_for(workload, directory, choice)
     plan, delivery = _delivery(directory, request, gpus=gpus, choice=choice)
+    if delivery.variables and not plugin:
+        # What is exported, or unset, replaces the user's own.
+        kept = _conflicts(delivery, but={*delivery.variables, GRAPH_VARIABLE})
+        if kept:
+            notice(f"your environment has {kept} too, which contradicts the plan; unset it")
     if json:
         state = {"off": delivery.disabled} if delivery.disabled else {"choice": delivery.choice}
         marks = picked(plan, "simulated", "dry_run")
@@ -154,12 +159,13 @@ def run(
         os.execvpe(words[0], words, {**variables, **os.environ})
 
 
-def _conflicts(delivery: Delivery) -> str:
+def _conflicts(delivery: Delivery, *, but: Container[str] = ()) -> str:
     """Return the user's variables that contradict what a job gets; those of NCCL's files too."""
     # Hosts may have other files, and all their ranks need the same variables.
     given = {**delivery.variables, **os.environ}
     lines = settings_of_files(given) if "gpus" in delivery.job else {}
     own = {name: line.value for name, line in lines.items()} | os.environ
+    own = {name: value for name, value in own.items() if name not in but}
     names = list(env_conflicts(delivery.settings, own))
     if own.get(GRAPH_VARIABLE) and own[GRAPH_VARIABLE] != delivery.variables.get(GRAPH_VARIABLE):
         names.append(GRAPH_VARIABLE)
