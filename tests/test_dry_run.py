@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from tccl_profiler.linux import host_fingerprint, host_machine
 from tccl_py.cli.main import app
+from tccl_py.errors import InputError
 from tccl_py.files import encode_json
 from tccl_py.health.drift import metric_labels
 from tccl_py.plan.directory import write_plan
@@ -58,6 +59,17 @@ def test_the_first_line_of_every_answer_says_so(place, words, monkeypatch):
     found = tccl(name, place, *options)
     assert found.exit_code == 0, found.stderr
     assert MARK in (found.stdout or found.stderr).partition("\n")[0]
+
+
+@pytest.mark.parametrize("name", ["verify", "evaluate"])
+def test_where_it_cannot_run_the_error_says_so(place, name, monkeypatch):
+    def nothing(*_):
+        raise InputError("this machine", "has no GPU", "")
+
+    monkeypatch.setattr("tccl_py.experiments.plans.measured_machine", nothing)
+    found = tccl(name, place)
+    assert found.exit_code == 2
+    assert "(measured in a DRY RUN): cannot run here" in found.stderr
 
 
 @pytest.mark.parametrize("name", ["show", "env"])

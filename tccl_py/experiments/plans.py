@@ -333,9 +333,8 @@ def _check_here(plan: Plan, directory: Path, launcher: Launcher) -> None:
     try:
         place = measured_machine()
     except InputError as error:
-        kind = "simulated" if plan.simulated else "measured"
         raise InputError(
-            f"the plan of {plan.machine.name} ({kind})",
+            f"the plan of {plan.machine.name} ({plan.provenance})",
             f"cannot run here: {error.what}",
             "run it on its machine; `tccl verify --backend host` is a dry run over gloo",
         ) from error
