@@ -252,6 +252,20 @@ def test_an_interrupted_verification_changes_nothing(place, jobs, monkeypatch, n
     assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file()} == before
 
 
+# Three jobs check values, and a round of three arms has four.
+@pytest.mark.parametrize("count", [1, 4, 24])
+@pytest.mark.parametrize("more", [(), ("--tune",)])
+def test_a_verification_interrupted_before_it_has_a_table_says_so(
+    place, jobs, monkeypatch, count, more
+):
+    jobs(lambda size: 1.0)
+    fake = Interrupting(number=signal.SIGINT, at=lambda done: done == count)
+    monkeypatch.setattr(module, "LocalRunner", lambda server: fake)
+    found = tccl("verify", place, "--backend", "host", *more)
+    assert (found.exit_code, found.stdout) == (130, "")
+    assert "interrupted before 7 rounds were complete, so there is no table" in found.stderr
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_complete_rounds_of_an_interrupted_verification_are_shown_and_not_kept(
     place, jobs, monkeypatch, number, code
@@ -283,6 +297,7 @@ def test_what_was_verified_is_kept_when_tuning_is_interrupted(place, jobs, monke
     found = tccl("verify", place, "--backend", "host", "--tune")
     assert found.exit_code == 143
     assert "interrupted: the plan is" in found.stderr
+    assert "there is no table" not in found.stderr
     assert (place / "plan.json").read_bytes() == before
     assert Verification.load(place).winner == "graph"
     assert not list(place.glob(".*"))

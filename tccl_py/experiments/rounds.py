@@ -123,13 +123,13 @@ def run_rounds(
     rows: Sequence[Row],
     *,
     begun: float,
-    interrupted: Callable[[Rounds], object] = lambda _: None,
+    interrupted: Callable[[Rounds | None], object] = lambda _: None,
 ) -> Rounds:
     """Check values in a first job of each arm, and time rows in rounds until verdicts are clear.
 
     An arm of which a job fails leaves the comparison with all its jobs. `interrupted` gets the
-    complete rounds of an interruption, if they can be compared. Raises MeasurementError: a job of
-    default NCCL, the first arm and AGAIN, failed.
+    complete rounds of an interruption, None if they are too few to compare. Raises
+    MeasurementError: a job of default NCCL, the first arm and AGAIN, failed.
     """
     running, failures = list(arms), dict[ChoiceName, str]()
     defaults = [arm for arm in arms if arm is arms[0] or arm.name == AGAIN]
@@ -148,7 +148,7 @@ def run_rounds(
     groups = tuple(dict.fromkeys(row.groups for row in rows if row.groups))
     first = JobSpec(checks=budget.checks, check_groups=groups)
     checking = [arm for arm in arms if arm.name != AGAIN]
-    checked = dict(sound(ConcurrentJobs(launcher, first).run(checking)))
+    checked: dict[ChoiceName, Outcome] = {}
     jobs = ConcurrentJobs(launcher, JobSpec(rows=tuple(rows)))
     outcomes: list[tuple[ChoiceName, Outcome]] = []
     table: Table = {}
@@ -160,6 +160,7 @@ def run_rounds(
     least = least_rounds(len(checking))
     most, at_once, count = min(MAX_ROUNDS, max(budget.rounds * budget.extra, least)), 0, 0
     try:
+        checked.update(sound(ConcurrentJobs(launcher, first).run(checking)))
         for ended in jobs.rounds(running, least, most) if len(running) > len(defaults) else ():
             outcomes += sound(ended)
             outcomes = [(name, job) for name, job in outcomes if name not in failures]
@@ -173,8 +174,7 @@ def run_rounds(
             if late or len(running) == len(defaults) or _enough(budget, table, count):
                 break
     except (KeyboardInterrupt, Terminated):
-        if table:
-            interrupted(complete())
+        interrupted(complete() if table else None)
         raise
     return complete()
 

@@ -15,7 +15,7 @@ from tccl_py.errors import InputError
 from tccl_py.experiments.communication import Communication, communication_of, timed_calls
 from tccl_py.experiments.jobs import AGAIN, Arm, Launcher, Outcome
 from tccl_py.experiments.record import ArmResult, Verification, good_choices
-from tccl_py.experiments.rounds import Rounds, RunBudget, run_rounds
+from tccl_py.experiments.rounds import Rounds, RunBudget, least_rounds, run_rounds
 from tccl_py.experiments.spec import Row, WrongValue, large_gbps, training_rows
 from tccl_py.experiments.target import Target
 from tccl_py.files import picked
@@ -34,11 +34,12 @@ def verify_target(
     launcher: Launcher,
     budget: RunBudget,
     *,
-    interrupted: Interrupted = lambda _: None,
+    interrupted: Interrupted | None = None,
 ) -> Verification:
     """Run real collectives in every arm of a plan, or in default NCCL and one choice.
 
-    Raises MeasurementError: a job of default NCCL failed, so nothing can be said of the others.
+    With `interrupted` it says so where an interruption comes before there is a comparison. Raises
+    MeasurementError: a job of default NCCL failed, so nothing can be said of the others.
     """
     begun, arms, only = time.monotonic(), _compared(target, budget), budget.only
     if only is not None:
@@ -51,7 +52,13 @@ def verify_target(
     chosen = only or target.arm(target.plan.recommended).name
     judge = Judge(target, launcher, budget, arms, chosen, calls, begun)
 
-    def judge_in_part(rounds: Rounds) -> None:
+    def judge_in_part(rounds: Rounds | None) -> None:
+        if interrupted is None:
+            return
+        if rounds is None:
+            few = f"interrupted before {least_rounds(len(arms))} rounds were complete"
+            launcher.say(f"{few}, so there is no table and nothing of them is kept")
+            return
         result = judge.verdict(rounds)
         text = f"interrupted: these are the {result.rounds} complete rounds, which are not kept"
         interrupted(replace(result, notices=(*result.notices, text)))
