@@ -9,6 +9,7 @@ from tccl_py.errors import InputError, MeasurementError
 from tccl_py.explanation.paths import Paths
 from tccl_py.health.drift import (
     Effort,
+    TooShortError,
     chosen_sets,
     drift_json,
     find_drift,
@@ -194,9 +195,10 @@ def test_the_time_is_kept_and_what_was_left_out_is_told(case):
 def test_too_little_time_is_refused(case):
     slow = Slow(case.model)
     journal = case.journal(Simulator(case.model))
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(TooShortError) as caught:
         find_drift(case.plan, journal, slow, effort=Effort(seconds=1), clock=slow.clock)
     assert caught.value.where == "`max_seconds`"
+    assert len(caught.value.drift.skipped) == 24
 
 
 def test_a_change_that_no_time_is_left_to_confirm_is_not_passed_over(case):
@@ -205,7 +207,7 @@ def test_a_change_that_no_time_is_left_to_confirm_is_not_passed_over(case):
     # Two measurements of a set in three quarters of the time, and none after it.
     slow.now, slow.asked = 0.0, [""]
     effort = Effort(seconds=1.8)
-    with pytest.raises(InputError, match="confirm") as caught:
+    with pytest.raises(TooShortError, match="confirm") as caught:
         find_drift(case.plan, journal, slow, effort=effort, clock=slow.clock)
     assert caught.value.where == "`max_seconds`"
 

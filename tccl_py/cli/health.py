@@ -152,9 +152,10 @@ def _print_preflight(preflight: Preflight, *, dry_run: bool) -> None:
 
 def _print_drift(plan: Plan, drift: Drift) -> None:
     console = results()
-    drifted = "drifted" if drift.drifted else "no drift"
-    verdict = f"{plan_name(plan)}: {drifted} since planning ({plan.provenance})"
-    console.print(verdict, style=BAD if drift.drifted else GOOD)
+    verdict, style = ("drifted", BAD) if drift.drifted else ("no drift", GOOD)
+    if not (drift.drifted or drift.sets):
+        verdict, style = "no verdict on drift", DOUBT
+    console.print(f"{plan_name(plan)}: {verdict} since planning ({plan.provenance})", style=style)
     if drift.changes:
         console.print("Of each set that changed the flow that fell most:")
         print_table(console, _rows(drift))

@@ -29,7 +29,7 @@ from tccl_py.experiments.record import Verification
 from tccl_py.experiments.spec import MIB, JobSpec, is_large, rows_of
 from tccl_py.experiments.target import Target, read_target
 from tccl_py.experiments.verify import rings_of_jobs
-from tccl_py.health.drift import Drift, Effort
+from tccl_py.health.drift import Drift, Effort, TooShortError
 from tccl_py.health.drift_statistics import FALSE_ALARM_RATE, chance, common_spread
 from tccl_py.health.remeasuring import remeasuring
 from tccl_py.plan.plan import Plan
@@ -49,6 +49,7 @@ _CLOSING_S, _LEAST_S = 5.0, 5.0
 _DRY_SETS = 4
 """Sets of a dry run's check: its rates say nothing about GPUs, and two minutes are long for it."""
 _UNEXPLAINED = "no transfer is slower than planned: NCCL, its settings, or the host's CPUs"
+_NOT_JUDGED = "an unknown place: no transfer was judged"
 
 
 class Problem(msgspec.Struct, frozen=True):
@@ -102,7 +103,8 @@ class Preflight(msgspec.Struct, frozen=True, kw_only=True):
         ]
         for of, was, now in rates:
             before, after = f"{was:.2f} GB/s", f"{now:.2f} GB/s"
-            lost.append(Problem(f"bandwidth of {of}", cause or _UNEXPLAINED, before, after))
+            where = cause or (_UNEXPLAINED if drift.sets else _NOT_JUDGED)
+            lost.append(Problem(f"bandwidth of {of}", where, before, after))
         return (*jobs.problems, *lost)
 
     @property
@@ -223,8 +225,9 @@ def measure_plan_again(
     """Measure a plan's drift and, of a preflight, check collectives in a job before.
 
     A measured cluster's plan needs the MPI job of `launcher`; `watching` begins to show sets
-    measured. Raises InputError: a preflight by a simulated plan, or of GPUs that are in use, or by
-    nccl-tests over hosts or in a dry run.
+    measured. What a job said stays where the time does not suffice for the drift. Raises
+    InputError: a preflight by a simulated plan, or of GPUs that are in use, or by nccl-tests over
+    hosts or in a dry run. Raises TooShortError without a preflight.
     """
     if preflight and plan.simulated:
         what = "is simulated, which says nothing of this machine"
@@ -256,7 +259,13 @@ def measure_plan_again(
         tell(again.notices)
         again.source.watch(watch)
         remaining = max(until - time.monotonic() - _CLOSING_S * preflight, _LEAST_S * preflight)
-        drift = again.drift(replace(effort, seconds=remaining))
+        try:
+            drift = again.drift(replace(effort, seconds=remaining))
+        except TooShortError as error:
+            if not preflight:
+                raise
+            drift = error.drift
+            tell([f"transfers were not judged: {error.where} {error.what}; {error.right}"])
         tell(again.learn_patterns(directory, until) if preflight else ())
     tell(again.source.notices)
     return Preflight(drift=drift, collectives=jobs, seconds=time.monotonic() - begun)

@@ -82,6 +82,16 @@ class Drift(msgspec.Struct, frozen=True, kw_only=True):
         return worst_of_each_set(self.rows)
 
 
+class TooShortError(InputError):
+    """The time did not suffice to judge any set; `drift` has all that were chosen as skipped."""
+
+    def __init__(self, what: str, chosen: Sequence[TransferSet], seconds: float) -> None:
+        super().__init__("`max_seconds`", f"is too short to {what}", "give it more seconds")
+        self.drift = Drift(
+            rows=(), changes=(), points_to="", lost={}, skipped=tuple(chosen), seconds=seconds
+        )
+
+
 def find_drift(
     plan: Plan,
     journal: Journal,
@@ -96,7 +106,7 @@ def find_drift(
     A set is reported as changed if the chance of any such alarm on an unchanged machine is at
     most `FALSE_ALARM_RATE`, all flows compared together, and if new measurements of it confirm the
     change by themselves. The rate is shared among the classes of a cluster, whose flows over the
-    network are those of one host. Raises InputError: the journal is empty, or the time too short.
+    network are those of one host. Raises InputError: the journal is empty; TooShortError.
     """
     effort = effort or Effort()
     chosen = chosen_sets(plan, journal, number=number, most=effort.sets, seed=effort.seed)
@@ -106,9 +116,7 @@ def find_drift(
     sampler.measure_rounds(chosen)
     repeated = {key: samples for key, samples in sampler.samples.items() if len(samples) > 1}
     if not repeated and not sampler.lost:
-        raise InputError(
-            "`max_seconds`", "is too short to measure one set twice", "give it more seconds"
-        )
+        raise TooShortError("measure one set twice", chosen, sampler.elapsed)
     families = len(plan.cluster.classes) * effort.families
     rows = _confirmed(sampler, chosen, journal, repeated, families)
     node = plan.cluster.classes[number]
@@ -219,7 +227,7 @@ def _confirmed(
         confirmed.append(replace(row, p=p) if row.alarming else row)
     left_out = alarmed - again.keys()
     if left_out and not sampler.lost and not any(row.alarming for row in confirmed):
-        raise InputError("`max_seconds`", "is too short to confirm a change", "give it more")
+        raise TooShortError("confirm a change", chosen, sampler.elapsed)
     return confirmed
 
 
