@@ -20,8 +20,16 @@ from tccl_py.errors import MeasurementError
 from tccl_py.experiments.calls import Tensors, transfers
 from tccl_py.experiments.collectives import COLLECTIVES, Collective
 from tccl_py.experiments.jobs import Arm, HostRanks, Launcher, LocalRunner, rank_environment
-from tccl_py.experiments.rank import BATCHES
-from tccl_py.experiments.spec import Choice, Contest, JobSpec, Row, calls_of, rows_of, training_rows
+from tccl_py.experiments.spec import (
+    BATCHES,
+    Choice,
+    Contest,
+    JobSpec,
+    Row,
+    calls_of,
+    rows_of,
+    training_rows,
+)
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.tuner import COLLECTIVES as TUNED
 from tccl_py.rank_processes.forkserver import ForkServer

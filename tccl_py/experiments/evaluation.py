@@ -16,15 +16,16 @@ from tccl_py.experiments.collectives import PROGRAMS
 from tccl_py.experiments.comparison import LEAST_ROUNDS, Timed
 from tccl_py.experiments.jobs import Arm, Launcher
 from tccl_py.experiments.rounds import LARGEST_DRY, RunBudget, least_rounds, run_rounds
-from tccl_py.experiments.spec import KIB, MIB, WrongValue
+from tccl_py.experiments.spec import BATCHES, KIB, MIB, WrongValue
 from tccl_py.model.measurement import Backend
 from tccl_py.plan.chains import ChoiceName
 from tccl_py.plan.results import Kept
 
 _START_S, _CHECK_S, _HOST_CHECK_S = 5.0, 5.0, 2.5
 """Estimates: seconds of starting the jobs of a round and of checks; of a rank's in host memory."""
-_ROW_S, _CALLS = 0.085, 9
-"""Least seconds of a row in a job, and its calls where these take long."""
+_ROW_S, CALLS = 0.085, 3 + BATCHES
+"""Least seconds of a row in a job, and its calls where these take long: to connect, two probes, and
+batches of one call."""
 _HOST_GBPS = 1.2
 """GB/s of ranks in host memory, which share two cores (measured with gloo, 16 and 256 MiB)."""
 
@@ -138,7 +139,7 @@ def estimated_seconds(parts: Sequence[Part], budget: RunBudget) -> float:
             start, check, gbps = 0.0, _HOST_CHECK_S * world * len(arms), _HOST_GBPS / world
         # By calls of a second, a row's bus bandwidth is what a call has to move.
         calls = (row.bus_gbps(world, 1.0) / (gbps or _HOST_GBPS) for row in budget.rows)
-        job = sum(max(_ROW_S, _CALLS * seconds) for seconds in calls)
+        job = sum(max(_ROW_S, CALLS * seconds) for seconds in calls)
         whole += start + check * budget.checks + rounds * (start + job * len(arms))
     return whole
 

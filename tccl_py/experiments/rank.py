@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from tccl_py.experiments.calls import Call, graphed, row_call, run_checks, timed_batch, warm_up
 from tccl_py.experiments.contests import time_contest
 from tccl_py.experiments.spec import (
+    BATCHES,
     PARALLEL,
     Contest,
     Groups,
@@ -44,9 +45,6 @@ from tccl_py.rank_processes.rank import (
 )
 from tccl_py.rank_processes.training import TrainingStep
 
-BATCHES = 5
-"""Batches of a row in a job. More add time alone, as processes differ more than their batches: on
-four H200 the ratios of a row's rounds spread by 3.8 %, by medians of 5 batches as of 9."""
 TRAINING_SLOTS, TRAINING_STEPS = 4, 5
 _WARM_STEPS = 12
 """DistributedDataParallel rebuilds its buckets early, and a CUDA graph needs 11 steps before it."""
