@@ -192,7 +192,10 @@ class Compared(Keys, kw_only=True):
 
     bytes: int | UnsetType = UNSET
     mode: Annotated[str | UnsetType, says("of a training step, in place of `bytes`")] = UNSET
-    groups: Annotated[list[list[int]] | UnsetType, says("GPUs of smaller communicators")] = UNSET
+    groups: Annotated[
+        list[list[int]] | UnsetType,
+        says("GPUs, over several hosts ranks, of smaller communicators"),
+    ] = UNSET
     us: float
     gbps: Annotated[float | None, says("bus bandwidth")]
     ratio: float

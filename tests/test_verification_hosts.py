@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
+from msgspec.structs import replace
 
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.experiments.jobs import THIS_HOST, HostRanks, Launcher
@@ -25,6 +26,8 @@ from tccl_py.plan.host_files import host_graphs
 from tccl_py.rank_processes.rank import Rendezvous
 from tccl_py.rank_processes.tasks import RankOutput
 from tccl_py.readers.nccl_topology import read_nccl_topology
+from tccl_py.report.verification import facts_of
+from tccl_py.workloads.workload import Workload, WorkloadRow
 from tests.cluster_plans import NOTHING, cluster_plan, mixed
 from tests.nccl_cases import torn
 from tests.planned import SMALL, plan_of
@@ -284,6 +287,20 @@ def test_a_cluster_is_verified_in_rounds_of_two_arms_and_kept(tmp_path):
     assert found.judged.environment["NCCL_GRAPH_FILE"] == path
     kept = found.keep(tmp_path)
     assert Verification.load(tmp_path) == kept
+
+
+def test_communicators_over_several_hosts_are_named_by_their_ranks(tmp_path):
+    plan = mixed()
+    slow = replace(plan.variables, settings=Settings(buffsize=1 << 20))
+    hosts = FakeHosts(seconds=lambda _, task: 2e-3 if "NCCL_BUFFSIZE" in task.environment else 1e-3)
+    groups = {"collective": "broadcast", "bytes": 1 << 20, "groups": ((0, 1), (4, 10))}
+    rows = (WorkloadRow(**groups, dtype="float32", calls=1.0),)
+    job = Workload(name="mine", source="made by a test", ranks=11, rows=rows)
+    effort = RunBudget(sizes=(1024,), workload=job)
+    target = target_of(replace(plan, variables=slow), tmp_path)
+    found = verify_target(target, place_of(plan, hosts), effort)
+    assert "broadcast of 1 MiB over ranks 0,1 and 4,10 (0.50)" in found.against("variables")
+    assert any(line.startswith("variables: broadcast over ranks 0,1") for line in facts_of(found))
 
 
 def test_a_job_that_fails_under_the_plan_alone_is_a_no_with_its_host(tmp_path):

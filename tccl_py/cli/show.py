@@ -72,7 +72,7 @@ def show(
     print_plan(plan, console)
     with suppress(InputError):
         verified = Verification.load(directory)
-        for text in verified.judged.objections if verified is not None else ():
+        for text in verified.objections(verified.judged) if verified is not None else ():
             console.print(f"note: by jobs, {text}")
         for text in trade_off_lines(verified) if verified is not None else ():
             console.print(f"note: {text}")

@@ -94,20 +94,9 @@ class ArmResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return tuple(found)
 
     @property
-    def objections(self) -> tuple[str, ...]:
-        """Return why the arm may not be used: its faults, or slower than default NCCL."""
-        against = list(self.faults)
-        against += [f"{text} is slower than default NCCL" for text in row_texts(self.losses)]
-        if self.unclear and not against:
-            unclear = "; ".join(row_texts(self.unclear))
-            seen = f"a loss of 5 % would not surely have been seen in {unclear}"
-            against.append(f"{seen}; more rounds may tell (`tccl verify --rounds --seconds`)")
-        return tuple(against)
-
-    @property
     def accepted(self) -> bool:
         """Return whether the arm may be used."""
-        return not self.objections
+        return not (self.faults or self.losses or self.unclear)
 
     def over(self, baseline: ArmResult) -> Compared:
         """Compare the large sizes (the largest size if none is large) with another arm's."""
@@ -215,6 +204,22 @@ class Verification(Kept, frozen=True, kw_only=True):
         return next(arm for arm in self.arms if arm.name == self.chosen)
 
     @property
+    def members(self) -> str:
+        """Return what the numbers in groups of rows are: GPUs of one host, ranks over several."""
+        return "ranks" if self.hosts else "GPUs"
+
+    def objections(self, arm: ArmResult) -> tuple[str, ...]:
+        """Return why an arm may not be used: its faults, or slower than default NCCL."""
+        against = list(arm.faults)
+        slower = row_texts(arm.losses, self.members)
+        against += [f"{text} is slower than default NCCL" for text in slower]
+        if arm.unclear and not against:
+            unclear = "; ".join(row_texts(arm.unclear, self.members))
+            seen = f"a loss of 5 % would not surely have been seen in {unclear}"
+            against.append(f"{seen}; more rounds may tell (`tccl verify --rounds --seconds`)")
+        return tuple(against)
+
+    @property
     def accepted(self) -> bool:
         """Return whether the choice in question may be used; see `against`."""
         return not self.against(self.chosen)
@@ -225,7 +230,7 @@ class Verification(Kept, frozen=True, kw_only=True):
         It is the winner or as good, and all values are right, those of other choices too.
         """
         arm = next(arm for arm in self.arms if arm.name == name)
-        against = list(arm.objections)
+        against = list(self.objections(arm))
         spoilt = [each for each in self.arms if each.wrong and each is not arm]
         against += [f"values of {CHOICE_WORDS[each.name]} are wrong" for each in spoilt]
         if not against and name not in good_choices(self.arms):
@@ -258,26 +263,27 @@ def sizes_text(sizes: Sequence[int]) -> str:
     return ", ".join(map(size_text, sizes))
 
 
-def row_texts(rows: Iterable[Timed]) -> Iterator[str]:
-    """Yield the rows of each collective in words, with the smallest ratio."""
+def row_texts(rows: Iterable[Timed], members: str) -> Iterator[str]:
+    """Yield the rows of each collective in words, with the smallest ratio; see `groups_text`."""
     alike: dict[tuple[Collective, str], list[Timed]] = {}
     for row in rows:
         alike.setdefault((row.collective, row.mode), []).append(row)
-    for (collective, mode), members in alike.items():
-        sizes = sizes_text(sorted({row.bytes for row in members}))
+    for (collective, mode), same in alike.items():
+        sizes = sizes_text(sorted({row.bytes for row in same}))
         what = f"a training step ({mode})" if mode else f"{COLLECTIVE_WORDS[collective]} of {sizes}"
-        groups = dict.fromkeys(row.groups for row in members)
-        over = "" if () in groups else f" over {' or '.join(map(groups_text, groups))}"
-        yield f"{what}{over} ({min(row.compared.ratio for row in members):.2f})"
+        groups = dict.fromkeys(row.groups for row in same)
+        named = " or ".join(groups_text(each, members) for each in groups)
+        over = "" if () in groups else f" over {named}"
+        yield f"{what}{over} ({min(row.compared.ratio for row in same):.2f})"
 
 
-def groups_text(groups: Groups) -> str:
-    """Return groups of GPUs as text.
+def groups_text(groups: Groups, members: str) -> str:
+    """Return groups as text; `members` are GPUs or ranks.
 
-    >>> groups_text(((0, 1), (2, 3)))
+    >>> groups_text(((0, 1), (2, 3)), "GPUs")
     'GPUs 0,1 and 2,3'
     """
-    return "GPUs " + " and ".join(",".join(map(str, members)) for members in groups)
+    return f"{members} " + " and ".join(",".join(map(str, group)) for group in groups)
 
 
 def why_not_verified(directory: Path) -> str:

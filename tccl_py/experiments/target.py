@@ -237,7 +237,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             plan = replace(plan, limit_gbps=None)
         if (plan.achieved_gbps or 0.0) > (plan.bound_gbps or math.inf):
             plan = replace(plan, bound_gbps=None, proven=False, bound_assumptions=())
-        notes = {arm.name: "; ".join(arm.objections) for arm in result.arms}
+        notes = {arm.name: "; ".join(result.objections(arm)) for arm in result.arms}
         if "variables" in notes:
             plan = replace(plan, variables=replace(plan.variables, note=notes["variables"]))
         if plan.large_buffers is not None and "large-buffers" in notes:

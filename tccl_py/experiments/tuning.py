@@ -110,7 +110,7 @@ def _rejections(result: Verification) -> Iterator[str]:
     for arm in result.arms[1:]:
         if arm.name == "large-buffers":  # Are not tuned.
             continue
-        why = "; ".join(arm.objections) or "no clear gain"
+        why = "; ".join(result.objections(arm)) or "no clear gain"
         lead = f"{arm.large.ratio:.2f}x default NCCL at large sizes"
         yield f"tuned, not used: {choice_words(arm.name, arm.settings)}: {lead}, but {why}"
 

@@ -28,7 +28,7 @@ def verification_json(result: Verification) -> dict[str, Any]:
     """Return what `verify --json` prints; verify.json has all timings beside."""
     return {
         **picked(result, "machine", "accepted", "winner", "recommended", "chosen"),
-        "arms": [_arm_json(arm) for arm in result.arms],
+        "arms": [_arm_json(result, arm) for arm in result.arms],
         "workload": result.workload,
         "trade_offs": trade_offs(result),
         **picked(result, "simulated", "dry_run", "tried", "rounds", "seconds", "hosts"),
@@ -36,9 +36,11 @@ def verification_json(result: Verification) -> dict[str, Any]:
     }
 
 
-def _arm_json(arm: ArmResult) -> dict[str, Any]:
+def _arm_json(result: Verification, arm: ArmResult) -> dict[str, Any]:
     return {
-        **picked(arm, "name", "accepted", "objections", "gbps"),
+        **picked(arm, "name", "accepted"),
+        "objections": result.objections(arm),
+        "gbps": arm.gbps,
         **picked(arm.large, "ratio", "low", "high"),
         **picked(arm, "predicted_gbps", "environment"),
         "settings": msgspec.to_builtins(arm.settings),
@@ -149,12 +151,12 @@ def _arm_facts(result: Verification, arm: ArmResult) -> list[str]:
         return [f"{arm.name}: {line}" for line in lines]
     further: dict[str, list[str]] = {}
     for row in (*arm.groups, *arm.training, *arm.transfers):
-        over = f" over {groups_text(row.groups)}" if row.groups else ""
+        over = f" over {groups_text(row.groups, result.members)}" if row.groups else ""
         name = f"a training step, {row.mode}" if row.mode else COLLECTIVE_WORDS[row.collective]
         size = f"{size_text(row.bytes)} " if row.bytes else ""
         further.setdefault(f"{name}{over}", []).append(f"{size}{verdict_text(row)}")
     lines += [f"{name}: {', '.join(ratios)}" for name, ratios in further.items()]
-    lines += [f"not taken: {'; '.join(arm.objections)}"] if _faster(arm) else []
+    lines += [f"not taken: {'; '.join(result.objections(arm))}"] if _faster(arm) else []
     return [f"{arm.name}: {line}" for line in lines]
 
 
