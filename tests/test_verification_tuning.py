@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from tccl_py.cli import verify
@@ -19,7 +20,7 @@ from tccl_py.experiments import plans
 from tccl_py.experiments.record import Verification
 from tccl_py.experiments.rounds import RunBudget
 from tccl_py.experiments.spec import SIZES
-from tccl_py.experiments.target import read_target
+from tccl_py.experiments.target import read_target, target_of
 from tccl_py.experiments.tuning import run_tuning
 from tccl_py.experiments.verify import verify_target
 from tccl_py.nccl.settings import Settings, environment
@@ -29,6 +30,7 @@ from tccl_py.plan.host_files import host_graphs
 from tccl_py.plan.load import check_plan, load_plan
 from tccl_py.plan.retuning import gdr_variants, keeps_rings, retuned
 from tccl_py.plan.staging import locked
+from tccl_py.plan.text import summary
 from tccl_py.simulator.descriptions import model_for, read_description
 from tests.cluster_plans import LOCAL, NOTHING, PAIR, cluster_plan, equal_hosts, mixed
 from tests.processes import children
@@ -353,6 +355,32 @@ def test_channels_that_nccl_would_double_at_the_rate_achieved_are_asked_for(rate
     while rate / channels > 45 and channels < 8:
         channels *= 2
     assert made.settings.channels == channels
+
+
+def test_what_graph_files_over_hosts_achieved_is_kept_and_the_verified_files_stay(tmp_path):
+    plan = hoppers(80.0)
+    plan = replace(plan, settings=replace(plan.settings, channels=4))
+    hosts = FakeHosts(seconds=lambda size, task: (1 if task.files else 2) * (1e-6 + size / 3e11))
+    first = target_of(plan, tmp_path)
+    found = replace(verify_target(first, place_of(plan, hosts), EFFORT), backend="cuda")
+    target = first.settled(found)
+    achieved = target.plan.achieved_gbps
+    assert achieved == found.arm("graph").gbps
+    assert target.plan.gain("graph") == pytest.approx(2.0, rel=0.01)
+    assert f"{achieved:.2f} achieved, 2.00x default" in dict(summary(target.plan))["graph file"]
+    # At this rate in the files NCCL would use twice as many channels.
+    assert len(judged(replace(plan, rate_gbps=achieved)).rings) == 2 * len(judged(plan).rings)
+    write_plan(target.plan, tmp_path)
+    again = read_target(load_plan(tmp_path), tmp_path)
+    assert again.arm("graph").predicted_gbps == achieved
+    for settled in (again, again.settled(found), again.settled(replace(found, arms=()))):
+        assert host_graphs(settled.plan) == host_graphs(plan)
+    # Candidates have the predicted rate in their files, by which they are permitted.
+    for channels in (4, 8):
+        settings = replace(plan.settings, channels=channels)
+        tried = again.retuned({"graph": settings})
+        assert tried.graphs == host_graphs(replace(plan, settings=settings))
+        assert again.permits("graph", settings)
 
 
 @pytest.mark.parametrize("plan", [mixed(), equal_hosts(2), hoppers(80.0)])

@@ -308,8 +308,9 @@ class ClusterTarget(Target, frozen=True, kw_only=True, dict=True):
         return self.plan.variables.rings
 
     def _with_rates(self, rates: Rates) -> Plan:
-        # Graph files keep their rates, from which NCCL's channels follow.
-        return _achieved(self.plan, rates)
+        # Graph files keep the rate that jobs ran with, from which NCCL's channels follow.
+        rate = self.plan.file_gbps or self.plan.best_known_gbps
+        return replace(super()._with_rates(rates), file_gbps=rate)
 
 
 def target_of(plan: Plan, directory: Path, graphs: Mapping[str, str] | None = None) -> Target:

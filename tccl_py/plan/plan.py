@@ -67,13 +67,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     that is as good as the best.
 
     Channels take the rings in turn. `rate_gbps` is the predicted bus bandwidth of a collective,
-    `error` half its 95 % interval (relative), `achieved_gbps` the bandwidth of real collectives. No
-    ring set searched exceeds `bound_gbps` under these settings if `bound_assumptions` hold, which
-    were not checked for all sets; a plan is `proven` best without any. `limit_gbps` is the rate of
-    bare concurrent copies over the hops of the choice predicted to be fastest, `whole_ring_gbps`
-    that of all rings measured at once over all hosts; None is not measured. `pinned_env` are NCCL
-    variables that all jobs have, with the plan or without. `sizes` are the answers of NCCL, where
-    it was asked, on its choices by message size: default NCCL's and the recommended choice's.
+    `error` half its 95 % interval (relative), `achieved_gbps` the bandwidth of real collectives.
+    `file_gbps` is the rate in the graph files of several hosts, where jobs ran with another than
+    the best known: NCCL's channels follow from it. No ring set searched exceeds `bound_gbps` under
+    these settings if `bound_assumptions` hold, which were not checked for all sets; a plan is
+    `proven` best without any. `limit_gbps` is the rate of bare concurrent copies over the hops of
+    the choice predicted to be fastest, `whole_ring_gbps` that of all rings measured at once over
+    all hosts; None is not measured. `pinned_env` are NCCL variables that all jobs have, with the
+    plan or without. `sizes` are the answers of NCCL, where it was asked, on its choices by message
+    size: default NCCL's and the recommended choice's.
     `simulated` and `assumed` say what the rates rest on; in a `dry_run` transfers or jobs ran in
     host memory. `winner` is the choice that jobs found best, or what is recommended before jobs
     have run: default NCCL, or what is predicted for a workload.
@@ -89,6 +91,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     rate_gbps: Rate
     error: float = 0.0
     achieved_gbps: Rate | None = None
+    file_gbps: Rate | msgspec.UnsetType = msgspec.UNSET
     bound_gbps: Rate | None
     proven: bool
     bound_assumptions: tuple[str, ...] = ()

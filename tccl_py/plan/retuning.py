@@ -73,7 +73,8 @@ def keeps_rings(plan: Plan, settings: Settings) -> bool:
         _all_moved(plan, settings)
     except SearchError:
         return False
-    return _as_measured(plan, settings, plan.best_known_gbps)
+    # Files for jobs under other settings have the predicted rate.
+    return _as_measured(plan, settings, plan.rate_gbps)
 
 
 def gdr_variants(plan: Plan, settings: Settings) -> tuple[Settings, ...]:
@@ -106,13 +107,14 @@ def retuned(plan: Plan, settings: Settings, *, achieved_gbps: float | None = Non
     InputError: settings that the version does not have. SearchError: a ring has no hop under them.
     """
     check_settings(settings)
-    while not _as_measured(plan, settings, achieved_gbps or plan.best_known_gbps):
+    while not _as_measured(plan, settings, achieved_gbps or plan.rate_gbps):
         settings = msgspec.structs.replace(settings, channels=2 * settings.channels)
     return msgspec.structs.replace(
         plan,
         settings=settings,
         paths=_all_moved(plan, settings),
         achieved_gbps=achieved_gbps,
+        file_gbps=msgspec.UNSET,
         bound_gbps=None,
         proven=False,
         bound_assumptions=(),
