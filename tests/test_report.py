@@ -12,6 +12,8 @@ from typer.testing import CliRunner
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
 from tccl_py.experiments.rounds import RunBudget
+from tccl_py.experiments.target import target_of
+from tccl_py.experiments.verify import verify_target
 from tccl_py.explanation.findings import Explanation, Finding, RingExplanation
 from tccl_py.explanation.paths import Paths
 from tccl_py.health.checks import links_now
@@ -499,6 +501,18 @@ def test_bare_copies_above_the_bound_say_why():
     bare, bound = rate_bars(plan, {})[-2:]
     assert bare.gbps > bound.gbps
     assert bare.note.startswith("no bound")
+
+
+def test_where_jobs_ran_choices_have_achieved_rates_and_hops_have_predictions(tmp_path):
+    contents = read_contents(plan_directory(tmp_path / "plan", SMALL))
+    jobs = FakeJobs(by_plan(lambda _: 1.3), noise=0.001)
+    target = target_of(contents.plan, tmp_path / "plan")
+    found = verify_target(target, dry_run(contents.plan, jobs), RunBudget(sizes=(4096,)))
+    plan = target.settled(structs.replace(found, backend="cuda")).plan
+    assert (contents.plan.jobs_ran, plan.jobs_ran) == (False, True)
+    words = Page(report_html(structs.replace(contents, plan=plan))).words
+    assert "graph file, achieved by jobs" in words
+    assert f"Rings, hops and bounds: {plan.provenance}, a prediction of bus bandwidth" in words
 
 
 def test_equal_rates_are_a_sentence_and_no_map(tmp_path):

@@ -130,9 +130,9 @@ class Verification(Kept, frozen=True, kw_only=True):
     `order` has the arm of each job as a letter, A the baseline and the last letter default NCCL
     `again`, whose rows say how far it differs from itself; `raw` each job's seconds per call by
     row, rank and batch. `at_once` jobs ran at the same time, interleaved. Of several hosts,
-    `hosts` are names in rank order, `gpus` is empty, and rings have ranks. Predictions of a `tuned`
-    plan are earlier jobs' bandwidths, and those of a `dry_plan` are of host memory. `workload` is a
-    job's communication, if one was given.
+    `hosts` are names in rank order, `gpus` is empty, and rings have ranks. Where `jobs_ran` for the
+    plan before, predictions are these jobs' bandwidths; those of a `dry_plan` are of host memory.
+    `workload` is a job's communication, if one was given.
     """
 
     FILE = "verify.json"
@@ -156,7 +156,7 @@ class Verification(Kept, frozen=True, kw_only=True):
     raw: tuple[tuple[tuple[tuple[float, ...], ...], ...], ...]
     seconds: float
     at_once: int = 1
-    tuned: bool = False
+    jobs_ran: bool = msgspec.field(default=False, name="tuned")
     dry_plan: bool = False
     tried: tuple[Tried, ...] = ()
     notices: tuple[str, ...] = ()

@@ -300,7 +300,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return self.rate_gbps if self.achieved_gbps is None else self.achieved_gbps
 
     @property
-    def tuned(self) -> bool:
+    def jobs_ran(self) -> bool:
         """Return whether jobs ran: `achieved_gbps` of a choice is known."""
         return any(choice.achieved_gbps is not None for choice in self.choices.values())
 
@@ -323,7 +323,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @property
     def rates(self) -> dict[ChoiceName, tuple[float, float]]:
         """The bandwidth of each choice and its relative error: all achieved, or all predicted."""
-        if self.tuned:
+        if self.jobs_ran:
             return {name: (way.achieved_gbps or 0.0, 0.0) for name, way in self.choices.items()}
         return {name: (way.rate_gbps or 0.0, way.error) for name, way in self.choices.items()}
 
@@ -367,7 +367,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @property
     def expected(self) -> str:
         """The basis of `gain`."""
-        if self.tuned:
+        if self.jobs_ran:
             return "achieved by jobs" + IN_DRY_RUN * self.dry_run
         measured = not (self.simulated or self.dry_run)
         return "predicted from measurements" if measured else self.provenance

@@ -274,7 +274,7 @@ def recommended_words(plan: Plan) -> str:
     """Return the mark of the recommended choice, and why it is not the fastest if so."""
     choice = plan.choices[plan.recommended]
     best = max(option.rate_gbps or 0.0 for option in plan.choices.values())
-    by_jobs = plan.winner is not None or plan.tuned
+    by_jobs = plan.winner is not None or plan.jobs_ran
     if by_jobs or (choice.rate_gbps or 0.0) * (1 + AS_GOOD) >= best:
         return "recommended"
     return f"recommended: as good as the best within its 95 % interval, ±{choice.error:.0%}"

@@ -173,9 +173,9 @@ def _node(contents: Contents, number: int) -> NodeView:
 def provenance_lines(contents: Contents) -> Iterator[str]:
     """Yield a line for each kind of source of the rates and facts in the report."""
     plan = contents.plan
-    of = "bus bandwidth of NCCL jobs" if plan.tuned else "a prediction of bus bandwidth"
+    of = f"{plan.provenance}, a prediction of bus bandwidth"
     cost = dict(summary(plan))["cost"]
-    yield f"Rings, hops and bounds: {plan.provenance}, {of}; {cost}; search {plan.strategy}."
+    yield f"Rings, hops and bounds: {of}; {cost}; search {plan.strategy}."
     if texts := assumptions(plan):
         yield f"Assumed: {'; '.join(texts)}."
     default = plan.choices["default"]
@@ -205,11 +205,11 @@ class Bar(msgspec.Struct, frozen=True, kw_only=True):
 
 def rate_bars(plan: Plan, achieved: Mapping[ChoiceName, float]) -> list[Bar]:
     """Return bars of the choices, predicted and `achieved` by jobs, then of what is possible."""
-    how = ("achieved by jobs" if plan.tuned else "predicted") + IN_DRY_RUN * plan.dry_run
+    how = ("achieved by jobs" if plan.jobs_ran else "predicted") + IN_DRY_RUN * plan.dry_run
     bars = []
     for name, choice in plan.choices.items():
         recommended, gain = name == plan.recommended, plan.gain(name)
-        rate = choice.achieved_gbps if plan.tuned else choice.rate_gbps
+        rate = choice.achieved_gbps if plan.jobs_ran else choice.rate_gbps
         notes = [
             recommended_words(plan) if recommended else "",
             f"{gain:.2f}x default NCCL" if gain is not None and name != "default" else "",

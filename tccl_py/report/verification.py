@@ -134,7 +134,7 @@ def _arm_facts(result: Verification, arm: ArmResult) -> list[str]:
     if arm.gbps is not None and arm.predicted_gbps:
         kind = mark(**picked(result, "simulated", "assumed"), dry_run=result.dry_plan)
         kind += ", the network assumed" * (result.assumed and not result.simulated)
-        origin = "achieved by earlier jobs" if result.tuned else f"predicted ({kind})"
+        origin = "achieved by earlier jobs" if result.jobs_ran else f"predicted ({kind})"
         share = arm.gbps / arm.predicted_gbps
         where = _where(result)
         lines.append(
