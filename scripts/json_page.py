@@ -54,6 +54,7 @@ class Choice(Keys, kw_only=True):
     environment: Variables
     rings: Annotated[list[list[int]], says("a list for each channel")]
     achieved_gbps: Annotated[float | None, says("by the jobs of a verification")]
+    assumed: Annotated[bool, says("some parameter behind it is neither measured nor published")]
     note: Annotated[str, says("why there is no rate")]
 
 
@@ -158,7 +159,7 @@ class Plan(Keys, kw_only=True):
     proven: bool
     sets_measured: int
     simulated: bool
-    assumed: Annotated[bool, says("some parameter is neither measured nor published")]
+    assumed: Annotated[bool, says("of the graph file: a parameter is not measured or published")]
     dry_run: bool
     settings: Settings
     environment: Variables

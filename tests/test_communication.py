@@ -198,7 +198,7 @@ def test_a_model_tells_large_messages_alone_and_in_all_groups_at_once():
     plan = plan_of("asus-esc8000a-e13p")
     seconds = 3 * bus_gbps("all_reduce", 8, 64 << 20, 1.0) / plan.stock.rate_gbps
     assert found.choices["default"].seconds == pytest.approx(seconds)
-    assert f"({plan.provenance})" in communication_line(found)
+    assert f"({plan.expected})" in communication_line(found)
     assert predicted(workload(("all_reduce", 4096, 1), ranks=8)) is None
 
     def by_groups(*groups):

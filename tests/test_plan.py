@@ -26,6 +26,7 @@ from tccl_py.plan.chains import per_channel
 from tccl_py.plan.directory import nccl_files
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
+from tccl_py.plan.text import plan_json, summary
 from tccl_py.planning.parts import subsets
 from tccl_py.planning.planner import make_plan
 from tccl_py.search.problem import Budget, SearchProblem
@@ -35,6 +36,7 @@ from tccl_py.simulator.source import Simulator
 from tests.networked import MadeUp
 from tests.planned import ASUS, FEW, FOUR_GPUS, PCIE, SEVERAL_GPUS, SMALL, WRX, plan_of
 from tests.reference_strategies import brute_force
+from tests.report_pages import PLANS
 from tests.toy import toy_machine
 
 VERSIONS = known_versions()
@@ -250,6 +252,27 @@ def test_every_file_of_a_simulated_plan_says_so(name):
     mark = "simulated from assumed values" if plan.assumed else "simulated"
     for file, text in files_of(plan).items():
         assert f"rates {mark}" in text.splitlines()[0], file
+
+
+def test_assumed_values_are_told_of_the_choices_that_they_lie_behind():
+    plan = load_plan(PLANS / f"{ASUS}.json")
+    assert {name: one.assumed for name, one in plan.choices.items()} == {
+        "default": True,
+        "variables": False,
+        "graph": False,
+    }
+    shown, mark = dict(summary(plan)), "(simulated from assumed values)"
+    assert mark in shown["default NCCL"]
+    assert "(simulated)" in shown["graph file"] and "(simulated)" in shown["variables only"]
+    # A ratio rests on both rates.
+    assert f"default NCCL {mark}" in plan.advice
+    assert plan_json(plan)["choices"]["default"]["assumed"]
+    # Files of the recommended variables are not marked by the graph file's rates.
+    other = msgspec.structs.replace(plan, assumed=True, winner="variables")
+    files = nccl_files(other, ANYWHERE)
+    assert other.provenance == "simulated"
+    for name, basis in {"nccl.conf": "simulated.", "graph.xml": mark[1:-1]}.items():
+        assert f"rates {basis}" in files[name].splitlines()[0]
 
 
 def test_a_measured_plan_does_not_say_that_it_is_simulated():

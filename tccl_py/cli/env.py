@@ -82,7 +82,7 @@ def env(
         print(f"# tccl-py, {delivery.disabled}")
     else:
         if not delivery.disabled:
-            print(f"# tccl-py, rates {plan.provenance}")
+            print(f"# tccl-py, rates {delivery.provenance}")
             print(export_lines(delivery.variables), end="")
         if GRAPH_VARIABLE not in delivery.variables:
             print(f"unset {GRAPH_VARIABLE}")

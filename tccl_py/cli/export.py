@@ -187,9 +187,8 @@ def _export_job(
     files = {name: machine_file(plan, directory, number) for name, number in numbers.items()}
     check_files(directory, [str(path.relative_to(directory)) for path in files.values()])
     count = write_new_plan(made, output, {name: read_text(path) for name, path in files.items()})
-    notice(
-        f"wrote {counted(count, 'file')} to {output}: {made.rate_gbps:.2f} GB/s ({made.provenance})"
-    )
+    rate = f"{made.rate_gbps:.2f} GB/s ({made.choices['graph'].provenance})"
+    notice(f"wrote {counted(count, 'file')} to {output}: {rate}")
     notice(made.advice)
     notice_each(made.notices)
     env_file = quote(f"{output}/nccl/env.sh")

@@ -139,7 +139,7 @@ def deliver(plan: Plan, directory: Path, request: JobRequest, *, say: Say) -> De
         job=place.job,
         choice=choice,
         settings=plan.choices[choice].settings,
-        provenance=plan.provenance,
+        provenance=plan.choices[choice].provenance,
         variables=variables,
         numa_id=numa_id,
         refused=refused,
@@ -191,7 +191,8 @@ def deliver_to_host(plan: Plan, directory: Path, request: JobRequest, *, say: Sa
             say(f"without the plugin, by variables alone: {why}")
         else:
             variables = loading | ({NEWER_VARIABLE: newest} if newest else {})
-    return Delivery(settings=settings, provenance=plan.provenance, variables=variables)
+    provenance = plan.choices[choice].provenance
+    return Delivery(settings=settings, provenance=provenance, variables=variables)
 
 
 def _on_host(plan: Plan, directory: Path, request: JobRequest, say: Say) -> _Place:

@@ -30,14 +30,14 @@ def script(
     more = {ALIKE_VARIABLE: "1"} if equal_hosts else {}
     variables = {**delivery.variables, PLAN_VARIABLE: str(directory.resolve()), **more}
     if form == "module":
-        return module(variables, provenance=plan.provenance)
+        return module(variables, provenance=delivery.provenance)
     planned = None if plan.simulated else planned_fingerprint(plan, directory)
     uuids = {} if planned is None or equal_hosts else planned.uuids(plan.machine)
     gpus = [uuids[gpu] for gpu in plan.class_gpus[0] if gpu in uuids]
     # Ranks on other hosts may be without the plan: unlike variables hang.
     one_node = '    [ "${SLURM_JOB_NUM_NODES:-1}" -eq 1 ] || exit 0\n' * plan.cluster.closes
     guard = one_node + _same_host(planned, gpus)
-    return prolog(variables, guard, provenance=plan.provenance)
+    return prolog(variables, guard, provenance=delivery.provenance)
 
 
 def module(variables: Mapping[str, str], *, provenance: str) -> str:

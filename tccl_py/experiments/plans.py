@@ -272,7 +272,7 @@ def evaluate_plan(
         machine=plan_name(plan),
         backend=launcher.backend,
         simulated=simulated,
-        assumed=plan.assumed and simulated,
+        assumed=plan.any_assumed and simulated,
         recommended=plan.recommended,
     )
     if simulated:

@@ -20,7 +20,7 @@ from tccl_py.experiments.communication import Communication, communication_of, t
 from tccl_py.experiments.comparison import single
 from tccl_py.experiments.evaluation import Cell
 from tccl_py.experiments.spec import MIB, Row
-from tccl_py.model.measurement import IN_DRY_RUN, BandwidthSource
+from tccl_py.model.measurement import IN_DRY_RUN, BandwidthSource, mark
 from tccl_py.model.rings import Hop, Ring, neighbours
 from tccl_py.model.transfer import transfer_set
 from tccl_py.nccl.settings import Settings, pinned_level
@@ -78,7 +78,8 @@ def predicted_communication(
     if not known:
         return None
     measured = "predicted from measurements" + IN_DRY_RUN * plan.dry_run
-    basis = plan.provenance if plan.simulated else measured
+    simulated = mark(simulated=True, assumed=plan.any_assumed, dry_run=plan.dry_run)
+    basis = simulated if plan.simulated else measured
     return communication_of(workload, known, times, basis=basis)
 
 

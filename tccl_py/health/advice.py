@@ -150,14 +150,14 @@ def _default_words(plan: Plan) -> str:
     rate = "not rated" if default.rate_gbps is None else f"{default.rate_gbps:.1f} GB/s"
     order = " ".join(map(str, rings[0]))
     more = f" and {len(rings) - 1} more" if len(rings) > 1 else ""
-    return f"{rate} ({plan.provenance}): ring {order}{more}, hops {ways}"
+    return f"{rate} ({default.provenance}): ring {order}{more}, hops {ways}"
 
 
 def _sure(plan: Plan, subject: Subject) -> str:
     short = plan.cancelled or plan.cut_short
     cut = "; cut short: `tccl plan`, which measures all it needs, may find more" if short else ""
     if subject.model is not None:
-        level = "low" if plan.assumed else "medium"
+        level = "low" if plan.any_assumed else "medium"
         basis = "" if subject.model.source else f", {subject.model.note}"
         if basis and any(gpu.link.speed_gts is None for gpu in plan.machine.gpus):
             basis += f", {usual_gts(plan.machine):g} GT/s where none is known"

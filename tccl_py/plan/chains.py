@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar, get_args
 import msgspec
 
 from tccl_py.model.machine import Machine
+from tccl_py.model.measurement import IN_DRY_RUN, mark
 from tccl_py.model.rings import Hop, Ring, joined, on_host, receiving_nic, sending_nic
 from tccl_py.model.transfer import Flow
 from tccl_py.nccl.settings import Settings, environment
@@ -174,6 +175,29 @@ class RatedChoice(PlanChoice, frozen=True, kw_only=True):
     def gain(self) -> float | None:
         """The ratio to default NCCL; None where one of the two rates is not known."""
         return self.plan.gain(self.name)
+
+    @property
+    def provenance(self) -> str:
+        """The basis of the rate, as `measured` or `simulated from assumed values`.
+
+        Without a rate it is that of the graph file.
+        """
+        plan, assumed = self.plan, self.assumed
+        if self.rate_gbps is None:
+            assumed = plan.assumed
+        basis = mark(simulated=plan.simulated, assumed=assumed, dry_run=plan.dry_run)
+        # Of measured rates only those of a network are assumed.
+        return f"{basis}, the network assumed" if assumed and not plan.simulated else basis
+
+    @property
+    def expected(self) -> str:
+        """The basis of `gain`: of default NCCL's rate as well."""
+        if self.plan.jobs_ran:
+            return "achieved by jobs" + IN_DRY_RUN * self.plan.dry_run
+        if not (self.plan.simulated or self.plan.dry_run):
+            return "predicted from measurements"
+        default = self.plan.choices["default"]
+        return default.provenance if default.assumed else self.provenance
 
     @property
     def environment(self) -> dict[str, str]:

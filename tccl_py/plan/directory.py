@@ -79,7 +79,7 @@ def subset_graph(plan: Plan, subset: SubsetRings) -> str:
         plan.settings,
         rate_gbps=plan.best_known_gbps if subset.gpus == plan.gpus else subset.rate_gbps,
         type_intra=host_view.farthest(hops),
-        provenance=plan.provenance,
+        provenance=plan.choices["graph"].provenance,
     )
 
 

@@ -62,7 +62,7 @@ def host_graphs(plan: Plan) -> dict[str, str]:
             [(chain.entry_nic or 0, chain.exit_nic or 0) for chain in dealt],
             # Rings are as fast as the slowest host lets them be, and NCCL takes the least of all.
             rate_gbps=plan.file_gbps or plan.best_known_gbps,
-            provenance=plan.provenance,
+            provenance=plan.choices["graph"].provenance,
         )
     return {host.name: texts[host.path] for host in plan.hosts}
 

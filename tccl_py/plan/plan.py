@@ -17,7 +17,6 @@ from tccl_py.errors import check_type, require
 from tccl_py.files import encode_json, write_named
 from tccl_py.model.cluster import Cluster, NodeClass
 from tccl_py.model.machine import Knowledge, Machine
-from tccl_py.model.measurement import IN_DRY_RUN, mark
 from tccl_py.nccl.settings import Settings
 from tccl_py.plan.chains import (
     BY_VARIABLES,
@@ -271,10 +270,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def provenance(self) -> str:
-        """The basis of the rates, as `measured` or `simulated from assumed values`."""
-        basis = mark(simulated=self.simulated, assumed=self.assumed, dry_run=self.dry_run)
-        # Of measured rates only those of a network are assumed.
-        return f"{basis}, the network assumed" if self.assumed and not self.simulated else basis
+        """The basis of the recommended choice's rate; see `RatedChoice`."""
+        return self.choices[self.recommended].provenance
+
+    @property
+    def any_assumed(self) -> bool:
+        """Whether assumed values lie behind the rate of any choice; `assumed` is of graph files."""
+        return any(choice.assumed for choice in self.choices.values())
 
     @property
     def choices(self) -> dict[ChoiceName, RatedChoice]:
@@ -366,11 +368,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def expected(self) -> str:
-        """The basis of `gain`."""
-        if self.jobs_ran:
-            return "achieved by jobs" + IN_DRY_RUN * self.dry_run
-        measured = not (self.simulated or self.dry_run)
-        return "predicted from measurements" if measured else self.provenance
+        """The basis of the recommended choice's `gain`."""
+        return self.choices[self.recommended].expected
 
     def gain(self, name: ChoiceName) -> float | None:
         """Return the ratio of a choice to default NCCL, of achieved bandwidths if jobs ran.

@@ -97,7 +97,7 @@ def _offered(plan: Plan) -> str:
     )
     if plan.winner is None or gains[name] <= 1 + AS_GOOD:
         return ""
-    gain = f"{gains[name]:.2f}x default NCCL ({plan.expected})"
+    gain = f"{gains[name]:.2f}x default NCCL ({plan.choices[name].expected})"
     if name == "variables" and note:
         variables = environment_text(plan.variables.settings)
         return f", or set {variables} where large messages decide: {gain}, but {note}."
@@ -161,7 +161,8 @@ _MOST_ORDER = 1000
 
 def summary(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yield facts of a plan, each with its name."""
-    mark = plan.provenance
+    # No assumed value lies behind the limit unless one does behind the graph files.
+    mark = plan.choices["graph"].provenance
     if not plan.cluster.closes:
         changed = "another order than given" if plan.order_changed else "as given"
         order = compress(plan.host_order)
@@ -251,7 +252,7 @@ def _choice_text(plan: Plan, name: ChoiceName) -> str:
     """Return a line on one way to run NCCL: bandwidth, gain, and what to set."""
     choice, gain = plan.choices[name], plan.gain(name)
     is_known = choice.rate_gbps is not None
-    rate = f"{choice.rate_gbps:.2f} GB/s ({plan.provenance})" if is_known else "not rated"
+    rate = f"{choice.rate_gbps:.2f} GB/s ({choice.provenance})" if is_known else "not rated"
     if choice.achieved_gbps is not None:
         rate += f", {choice.achieved_gbps:.2f} achieved"
     times = f", {gain:.2f}x default" if gain is not None and name != "default" else ""
@@ -314,7 +315,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 def choice_json(choice: PlanChoice) -> dict[str, Any]:
     """Return the JSON of one way to run NCCL."""
-    more = picked(choice, "rings", "achieved_gbps", "note")
+    more = picked(choice, "rings", "achieved_gbps", "assumed", "note")
     return {"rate_gbps": choice.rate_gbps, **_settings_json(choice.settings), **more}
 
 

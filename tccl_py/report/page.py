@@ -17,7 +17,7 @@ from tccl_py.files import refused
 from tccl_py.health.host import listed
 from tccl_py.model.cluster import compress
 from tccl_py.model.machine import NumaNode
-from tccl_py.model.measurement import IN_DRY_RUN, mark
+from tccl_py.model.measurement import IN_DRY_RUN
 from tccl_py.nccl.settings import env_sh, environment
 from tccl_py.plan.chains import ChoiceName
 from tccl_py.plan.plan import Plan
@@ -173,14 +173,13 @@ def _node(contents: Contents, number: int) -> NodeView:
 def provenance_lines(contents: Contents) -> Iterator[str]:
     """Yield a line for each kind of source of the rates and facts in the report."""
     plan = contents.plan
-    of = f"{plan.provenance}, a prediction of bus bandwidth"
+    of = f"{plan.choices['graph'].provenance}, a prediction of bus bandwidth"
     cost = dict(summary(plan))["cost"]
     yield f"Rings, hops and bounds: {of}; {cost}; search {plan.strategy}."
     if texts := assumptions(plan):
         yield f"Assumed: {'; '.join(texts)}."
     default = plan.choices["default"]
-    basis = mark(simulated=plan.simulated, assumed=default.assumed, dry_run=plan.dry_run)
-    yield f"Default NCCL: {basis}. {default.note}"
+    yield f"Default NCCL: {default.provenance}. {default.note}"
     if contents.verification is not None and contents.verification.achieved:
         yield "Achieved rates: measured with NCCL (verify.json)."
     if contents.journal is not None:
