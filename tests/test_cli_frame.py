@@ -700,7 +700,7 @@ def test_a_pipe_gets_progress_in_lines_with_the_time_left(monkeypatch, capsys):
     assert "bound of this search 3.0" in said[0]
     assert all("4 rings: 1 set, " in text for text in said)
     assert all(
-        re.match(r"tccl: .*\d+ of at most 10 sets, .* left at this pace$", text)
+        re.match(r"tccl: .*\d+ of at most 10 sets, at most .* left at this pace$", text)
         for text in said[1:]
     )
 
@@ -712,7 +712,7 @@ def test_what_passed_before_the_first_set_is_no_part_of_the_pace(monkeypatch, ca
         line.measured(1)
         line.measured(13)
     said = [text.rpartition(": ")[2] for text in capsys.readouterr().err.splitlines()]
-    assert said == ["1 of at most 100 sets", "13 of at most 100 sets, 1:27 left at this pace"]
+    assert said == ["1 of at most 100 sets", "13 of at most 100 sets, at most 1:27 left at this pace"]
 
 
 def test_the_bound_of_a_later_search_is_not_shown_below_the_best_so_far(monkeypatch, capsys):

@@ -171,7 +171,7 @@ class ProgressLine:
             pace = (clock - begun) / (count - earlier) * (most - count) if count > earlier else None
             limit, remaining = self._seconds - (clock - self._begun), ""
             if pace is not None and limit > pace:
-                remaining = f", {_time_text(pace)} left at this pace"
+                remaining = f", {words}{_time_text(pace)} left at this pace"
             elif 0 < limit < math.inf:
                 remaining = f", at most {_time_text(limit)} left"
             self._measured = f"{count} of {words}{counted(most, 'set')}{remaining}"
