@@ -159,7 +159,9 @@ class Plan(Keys, kw_only=True):
     proven: bool
     sets_measured: int
     simulated: bool
-    assumed: Annotated[bool, says("of the graph file: a parameter is not measured or published")]
+    assumed: Annotated[
+        bool, says("a parameter behind the graph file's rate is not measured or published")
+    ]
     dry_run: bool
     settings: Settings
     environment: Variables
@@ -195,7 +197,7 @@ class Compared(Keys, kw_only=True):
     mode: Annotated[str | UnsetType, says("of a training step, in place of `bytes`")] = UNSET
     groups: Annotated[
         list[list[int]] | UnsetType,
-        says("GPUs, over several hosts ranks, of smaller communicators"),
+        says("members of smaller communicators: GPUs, or ranks of several hosts"),
     ] = UNSET
     us: float
     gbps: Annotated[float | None, says("bus bandwidth")]

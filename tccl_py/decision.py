@@ -40,8 +40,8 @@ def harm(arm: Sequence[float], default: Sequence[float], again: Sequence[float])
     """Return whether an arm loses in a row, by its seconds in each round.
 
     `again` is a second arm of default NCCL in the same rounds: how much it differs from the first
-    is what a difference may be by chance. Small messages of whole processes differ by 15 %, those
-    of a round no less than others: so the arm's jobs are compared with all of default NCCL.
+    is what a difference may be by chance. Small messages of whole processes differ by 15 %, in one
+    round as in different ones: so the arm's jobs are compared with all of default NCCL.
 
     >>> harm([1.0] * 6, [1.0] * 6, [1.0] * 6)
     'none'

@@ -7,7 +7,9 @@ import pytest
 from tccl_py.delivery.fit import differences
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.explanation.paths import Paths
+from tccl_py.health import remeasuring
 from tccl_py.health.drift import (
+    Drift,
     Effort,
     TooShortError,
     chosen_sets,
@@ -247,6 +249,39 @@ def test_equal_sets_of_unlike_hosts_are_compared_and_named_apart():
     assert sorted(flags) == ['four"} 0', 'four"} 0', 'pair"} 1', 'pair"} 1']
     gone = [msgspec.structs.replace(one, lost={sets[0]: "gone"}) for one in drifts]
     assert joined(plan, gone).lost == {sets[0]: "gone; gone"}
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_class_of_hosts_without_time_hides_no_drift_of_another(monkeypatch, lost):
+    chains = {"gpu1": ((0, (0, 1, 2, 3), 1),), "gpu2": ((0, (0, 1), 1),)}
+    plan = cluster_plan([("gpu1", FOUR), ("gpu2", PAIR)], chains)
+    some = parse_set("G0->G0->G1")
+    found = Drift(
+        rows=(),
+        changes=(),
+        points_to="",
+        lost={some: "gone"} if lost else {},
+        skipped=(),
+        seconds=1.0,
+    )
+    answers = iter([found, TooShortError("confirm a change", [some], 1.0)])
+
+    def find(*_, **__):
+        answer = next(answers)
+        if isinstance(answer, TooShortError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(remeasuring, "find_drift", find)
+    monkeypatch.setattr(remeasuring, "HostsSource", object)
+    monkeypatch.setattr(remeasuring, "class_sources", lambda *_: [None, None])
+    again = remeasuring.Remeasuring(plan, None, [{}, {}], (), extends=False)
+    if not lost:
+        with pytest.raises(TooShortError):
+            again.drift(Effort())
+        return
+    drift = again.drift(Effort())
+    assert (drift.drifted, drift.skipped) == (True, (some,))
 
 
 def test_an_empty_journal_has_nothing_to_compare(case):

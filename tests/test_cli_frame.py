@@ -712,7 +712,10 @@ def test_what_passed_before_the_first_set_is_no_part_of_the_pace(monkeypatch, ca
         line.measured(1)
         line.measured(13)
     said = [text.rpartition(": ")[2] for text in capsys.readouterr().err.splitlines()]
-    assert said == ["1 of at most 100 sets", "13 of at most 100 sets, at most 1:27 left at this pace"]
+    assert said == [
+        "1 of at most 100 sets",
+        "13 of at most 100 sets, at most 1:27 left at this pace",
+    ]
 
 
 def test_the_bound_of_a_later_search_is_not_shown_below_the_best_so_far(monkeypatch, capsys):

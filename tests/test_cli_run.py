@@ -5,8 +5,10 @@ import subprocess
 import sys
 
 import pytest
+from msgspec.structs import replace
 
 from tccl_py.plan.directory import write_plan
+from tccl_py.plan.retuning import retuned
 from tests.planned import SMALL, plan_of
 
 
@@ -60,20 +62,31 @@ def test_lines_of_nccls_files_that_contradict_the_plan_disable_it_and_are_named(
 def test_env_names_what_contradicts_the_plan_and_is_not_replaced_by_what_it_exports(
     directory, tmp_path
 ):
-    def errors(**own):
+    place = tmp_path / "plan"
+    place.mkdir()
+    plan = plan_of(SMALL)
+    larger = replace(plan.settings, buffsize=1 << 20)
+    variables = replace(plan.variables, settings=larger, rate_gbps=plan.rate_gbps)
+    write_plan(replace(retuned(plan, larger), variables=variables), place)
+
+    def errors(choice="graph", **own):
         clean = {name: text for name, text in os.environ.items() if not name.startswith("NCCL_")}
-        command = [sys.executable, "-m", "tccl_py", "env", directory, "--choice", "graph"]
+        command = [sys.executable, "-m", "tccl_py", "env", place, "--choice", choice]
         done = subprocess.run(
             command, env={**clean, **own}, capture_output=True, text=True, check=True
         )
-        assert "export NCCL_GRAPH_FILE" in done.stdout
+        assert ("export NCCL_GRAPH_FILE" in done.stdout) == (choice == "graph")
         return done.stderr
 
     conf = tmp_path / "nccl.conf"
     conf.write_text("NCCL_SHM_DISABLE=1\n")
     assert f"NCCL_SHM_DISABLE ({conf}:1)" in errors(NCCL_CONF_FILE=str(conf))
+    conf.write_text("NCCL_GRAPH_FILE=/other\n")
+    # What is exported wins over the file, and what is unset does not.
+    assert errors(NCCL_CONF_FILE=str(conf)) == ""
+    assert f"NCCL_GRAPH_FILE ({conf}:1)" in errors("variables", NCCL_CONF_FILE=str(conf))
     assert "NCCL_SHM_DISABLE" in errors(NCCL_SHM_DISABLE="1")
-    for replaced in ({"NCCL_GRAPH_FILE": "/other"}, {}):
+    for replaced in ({"NCCL_GRAPH_FILE": "/other"}, {"NCCL_BUFFSIZE": "65536"}, {}):
         assert errors(**replaced) == ""
 
 

@@ -1,6 +1,7 @@
 """The decision between choices: harm in a row, a step's communication, and trade-offs."""
 
 import itertools
+import math
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from tccl_py.experiments.comparison import LEAST_ROUNDS, MAX_ROUNDS
 from tccl_py.experiments.record import Verification
 from tccl_py.files import decode_json
 from tccl_py.plan.chains import CHOICES
+from tccl_py.statistics import unpaired_interval
 
 RECORDED = Path(__file__).parent / "cases" / "verification"
 SECONDS = st.floats(1e-6, 1.0)
@@ -99,6 +101,25 @@ def test_units_of_time_and_the_order_of_jobs_do_not_matter_for_harm(seconds, pow
         harm(*[[2.0**power * value for value in row] for row in (arm, default, again)]) == verdict
     )
     assert harm(arm[::-1], default, again) == verdict
+
+
+def test_a_noisy_row_that_is_always_a_little_slower_is_not_called_harmless():
+    random = np.random.default_rng(1)
+    default, again = np.exp(random.normal(0, 0.07, (2, 40)))
+    assert harm(default, default, again) == "none"
+    # Above LEAST_RATIO, and below 1 beyond chance.
+    slower = np.sort(np.concatenate([default, again]))[::2] / 0.972
+    assert harm(slower, default, again) == "open"
+
+
+def test_of_all_orders_of_equal_jobs_5_percent_at_most_have_an_interval_without_1():
+    times = [1.01**rank for rank in range(18)]
+    without = 0
+    for fast in itertools.combinations(range(18), 6):
+        slow = [times[rank] for rank in range(18) if rank not in fast]
+        interval = unpaired_interval(slow, [times[rank] for rank in fast])
+        without += not interval.low <= 1 <= interval.high
+    assert 0.04 < without / math.comb(18, 6) <= 0.05
 
 
 def test_drift_that_all_arms_have_is_no_loss():

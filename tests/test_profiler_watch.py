@@ -230,7 +230,7 @@ def test_every_name_that_is_asked_for_exists_in_pynvml(proc):
     nvml = FakeNvml([{}])
     with watching([0], set(), nvml, proc=proc) as look:
         look()
-    assert len(set(nvml.asked)) == 17
+    assert len(set(nvml.asked)) == 18
     assert all(hasattr(pynvml, f"nvmlDevice{question}") for question in nvml.asked)
 
 

@@ -31,7 +31,7 @@ from tccl_py.experiments.verify import Judge, verify_target
 from tccl_py.files import decode_json, encode_json
 from tccl_py.nccl.settings import Settings
 from tccl_py.plan.directory import write_plan
-from tccl_py.report.verification import headline, trade_off_lines
+from tccl_py.report.verification import facts_of, headline, trade_off_lines
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.statistics import sign_flip_p
 from tccl_py.workloads.bundled import BUNDLED
@@ -304,6 +304,18 @@ def test_a_choice_that_slows_send_recv_is_no_winner(boxed, box, ratio, winner, g
     # Default NCCL beside itself, by which the others are judged.
     assert len(found.again) == len(found.arms[0].rows) + len(found.arms[0].transfers)
     assert all(one.harm is None for one in (*found.again, *found.arms[0].rows))
+
+
+def test_predictions_are_marked_by_the_assumed_values_behind_each(boxed, box):
+    jobs = FakeJobs(by_plan(lambda _: 1.0))
+    found = run_verification(boxed, box, dry_run(boxed, jobs), RunBudget(sizes=(64 << 20,)))
+    default, change = found.arms[0], msgspec.structs.replace
+    assert default.assumed == boxed.choices["default"].assumed
+    marked = tuple(change(arm, assumed=arm is default) for arm in found.arms)
+    lines = facts_of(change(found, arms=marked, simulated=True, dry_plan=False))
+    marks = {line.partition(":")[0]: line for line in lines if "predicted (" in line}
+    assert "(simulated from assumed values)" in marks.pop("default")
+    assert marks and all("(simulated)" in line for line in marks.values())
 
 
 @pytest.mark.parametrize("lost", [False, True])

@@ -9,8 +9,8 @@ from tccl_py.planning.opening import machine_subject
 from tccl_py.planning.request import PlanRequest
 from tccl_py.readers.live import only_gpus, visible_indices
 from tccl_py.simulator.descriptions import load_bundled
-from tccl_py.sources import opening, profiled
-from tccl_py.sources.profiled import MeasuredMachine
+from tccl_py.sources import opening
+from tccl_py.sources.profiled import measured_machine
 from tests.sessions import PRINT
 from tests.toy import toy_machine
 
@@ -50,34 +50,44 @@ def test_what_is_left_is_a_machine_with_knowledge_of_its_own_gpus(name):
     assert not {"G0", "G2"} & {end for one in machine.nvlinks for end in (one.source, one.target)}
 
 
-def planned_by(monkeypatch, *, visible):
-    """The GPUs of the source that a plan would be measured by, and what the user is told."""
-    model = load_bundled("h200x4-vm")
-    place = MeasuredMachine(
-        backend="cuda",
-        machine=model.machine,
-        knowledge=model.knowledge,
-        fingerprint=PRINT,
-        visible=visible,
-    )
-    opened, told = [], []
-    monkeypatch.setattr(profiled, "measured_machine", lambda *_: place)
+@pytest.fixture
+def host(monkeypatch):
+    """This host has four GPUs: what is opened for a session, and what the user is told."""
+    model, opened = load_bundled("h200x4-vm"), []
+    print_ = msgspec.structs.replace(PRINT, gpu_uuids=UUIDS)
+    found = (model.machine, model.knowledge, print_)
+    monkeypatch.setattr("tccl_py.readers.live.discover_machine", lambda: found)
     monkeypatch.setattr(opening, "open_session", lambda _, gpus, __: opened.append(gpus))
-    request = PlanRequest(version="2.28")
-    machine_subject(request, told.append)
-    machine_subject(msgspec.structs.replace(request, gpus="2,3"), told.append)
-    return opened, [text for text in told if "CUDA_VISIBLE_DEVICES" in text]
+    return opened
 
 
-def test_a_plan_is_for_the_gpus_that_are_visible_unless_others_are_named(monkeypatch):
-    opened, (told,) = planned_by(monkeypatch, visible=(0, 1))
-    assert opened == [(0, 1), (2, 3)]
-    assert "GPUs 0,1 of 4" in told
-    for visible in (None, (0, 1, 2, 3)):
-        opened, told = planned_by(monkeypatch, visible=visible)
-        assert (opened[0] or (0, 1, 2, 3), told) == ((0, 1, 2, 3), [])
+def told(gpus=None):
+    notices = []
+    machine_subject(PlanRequest(version="2.28", gpus=gpus), notices.append)
+    return [text for text in notices if "CUDA_VISIBLE_DEVICES" in text]
 
 
-def test_one_visible_gpu_is_refused_by_the_name_of_the_variable(monkeypatch):
-    with pytest.raises(InputError, match="CUDA_VISIBLE_DEVICES: shows GPU 1 alone"):
-        planned_by(monkeypatch, visible=(1,))
+def test_a_plan_is_for_the_gpus_that_are_visible_unless_others_are_named(host, monkeypatch):
+    assert told() == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    assert told() == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,GPU-cccc-3")
+    (notice,) = told()
+    assert "GPUs 0,2 of 4" in notice
+    assert told("2,3") == []
+    assert host == [None, None, (0, 2), (2, 3)]
+
+
+def test_one_visible_gpu_is_refused_by_the_name_of_the_variable(host, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    with pytest.raises(InputError, match="CUDA_VISIBLE_DEVICES: shows GPU 1 of 4 alone"):
+        told()
+
+
+@pytest.mark.parametrize("text", ["", "NoDevFiles", "MIG-1"])
+def test_what_shows_no_gpu_matters_only_where_none_are_named(host, monkeypatch, text):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", text)
+    assert told("0,1") == []
+    assert measured_machine().machine.gpu_indices == (0, 1, 2, 3)
+    with pytest.raises(InputError, match="CUDA_VISIBLE_DEVICES"):
+        told()

@@ -26,6 +26,7 @@ _QUESTIONS: dict[str, tuple[Any, ...]] = {
     "pcie_generation_max": ("GetMaxPcieLinkGeneration",),
     "pcie_width_max": ("GetMaxPcieLinkWidth",),
     "persistence": ("GetPersistenceMode",),
+    "compute_mode": ("GetComputeMode",),
     "sm_mhz": ("GetClockInfo", _SM_CLOCK),
     "memory_mhz": ("GetClockInfo", _MEMORY_CLOCK),
     # Drivers before 535 know the second name only, CUDA 14 will know the second of temperature.
@@ -63,7 +64,8 @@ class GpuConditions(msgspec.Struct, frozen=True, kw_only=True):
     """One GPU at one moment; None where the driver does not answer.
 
     Clocks are in MHz; `sm_set_mhz` is the application clock. `throttling` has nvidia-smi's names;
-    `pcie_..._max` are the best of GPU and slot together.
+    `pcie_..._max` are the best of GPU and slot together. With a `compute_mode` other than 0 a GPU
+    takes one process or none.
     """
 
     gpu: int
@@ -79,6 +81,7 @@ class GpuConditions(msgspec.Struct, frozen=True, kw_only=True):
     temperature_c: int | None = None
     ecc_uncorrected: int | None = None
     persistence: bool | None = None
+    compute_mode: int | None = None
     other_processes: tuple[GpuProcess, ...] | None = None
 
 

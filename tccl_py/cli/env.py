@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
@@ -70,10 +70,11 @@ def env(
         choice = _choice_for(workload, directory, choice)
     plan, delivery = _delivery(directory, request, gpus=gpus, choice=choice)
     if delivery.variables and not plugin:
-        # What is exported, or unset, replaces the user's own.
-        kept = _conflicts(delivery, but={*delivery.variables, GRAPH_VARIABLE})
-        if kept:
-            notice(f"your environment has {kept} too, which contradicts the plan; unset it")
+        # What is exported, or unset, replaces that of the environment.
+        replaced = {*delivery.variables, GRAPH_VARIABLE}
+        own = {name: value for name, value in os.environ.items() if name not in replaced}
+        if conflicts := _conflicts(delivery, {**own, **delivery.variables}):
+            notice(f"what jobs have beside the plan contradicts it: {conflicts}; remove that")
     if json:
         state = {"off": delivery.disabled} if delivery.disabled else {"choice": delivery.choice}
         marks = picked(plan, "simulated", "dry_run")
@@ -142,7 +143,7 @@ def run(
             notice(f"by the plan's recommendation: {error}")
     _, delivery = _delivery(Path(directory), request, gpus=gpus, choice=choice)
     variables, node = delivery.variables, delivery.numa_id
-    conflicts = "" if plugin or not variables else _conflicts(delivery)
+    conflicts = "" if plugin or not variables else _conflicts(delivery, os.environ)
     if conflicts:
         notice(f"the plan is disabled, as your environment has another {conflicts}")
         variables = {}
@@ -159,13 +160,12 @@ def run(
         os.execvpe(words[0], words, {**variables, **os.environ})
 
 
-def _conflicts(delivery: Delivery, *, but: Container[str] = ()) -> str:
-    """Return the user's variables that contradict what a job gets; those of NCCL's files too."""
+def _conflicts(delivery: Delivery, environment: Mapping[str, str]) -> str:
+    """Return what contradicts a job's part of a plan in its environment and in NCCL's files."""
     # Hosts may have other files, and all their ranks need the same variables.
-    given = {**delivery.variables, **os.environ}
+    given = {**delivery.variables, **environment}
     lines = settings_of_files(given) if "gpus" in delivery.job else {}
-    own = {name: line.value for name, line in lines.items()} | os.environ
-    own = {name: value for name, value in own.items() if name not in but}
+    own = {**{name: line.value for name, line in lines.items()}, **environment}
     names = list(env_conflicts(delivery.settings, own))
     if own.get(GRAPH_VARIABLE) and own[GRAPH_VARIABLE] != delivery.variables.get(GRAPH_VARIABLE):
         names.append(GRAPH_VARIABLE)

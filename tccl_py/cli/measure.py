@@ -151,14 +151,15 @@ def _measure_pairs(asked: SimpleNamespace) -> None:
         raise InputError("--csv beside --json", "are two forms", "leave one of the two out")
     place: MachineModel | MeasuredMachine
     given: dict[str, Any]
-    visible: tuple[int, ...] | None = None
     if asked.simulate is None:
         place = measured_machine(asked.backend, asked.devices)
-        visible, given = place.visible, {"options": asked.how}
+        given = {"options": asked.how}
     else:
         place, given = load_machine(asked.simulate), asked.model
     machine = place.machine
-    gpus = gpus_argument(asked.gpus, machine) or visible or machine.gpu_indices
+    gpus = gpus_argument(asked.gpus, machine)
+    if gpus is None:
+        gpus = place.gpus if isinstance(place, MeasuredMachine) else machine.gpu_indices
     source = open_source(place, gpus=gpus, **given)
     choice = {"via_host": asked.via is not None, "bidirectional": asked.bidirectional}
     with source, ProgressLine() as line:

@@ -106,9 +106,9 @@ def compare(
 class Timed(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A row in an arm: seconds in each round, and the speed over the baseline's.
 
-    Its groups are of GPUs, over several hosts of ranks. A model's rows have no seconds. `gbps` is
-    the median bus bandwidth, 0 of a training step. `harm` is whether it loses; None without a
-    second arm of default NCCL.
+    Its groups are of GPUs, or of ranks where there are several hosts. A model's rows have no
+    seconds. `gbps` is the median bus bandwidth, 0 of a training step. `harm` is whether it loses;
+    None without a second arm of default NCCL.
     """
 
     seconds: tuple[float, ...] = ()

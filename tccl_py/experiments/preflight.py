@@ -19,7 +19,7 @@ from typing import cast
 import msgspec
 from msgspec.structs import replace
 
-from tccl_py.errors import InputError, MeasurementError, require, size_text
+from tccl_py.errors import InputError, MeasurementError, counted, require, size_text
 from tccl_py.experiments.collectives import PROGRAMS, Collective
 from tccl_py.experiments.comparison import Timed, single, timed_rows
 from tccl_py.experiments.jobs import Arm, Launcher, Outcome
@@ -225,9 +225,9 @@ def measure_plan_again(
     """Measure a plan's drift and, of a preflight, check collectives in a job before.
 
     A measured cluster's plan needs the MPI job of `launcher`; `watching` begins to show sets
-    measured. What a job said stays where the time does not suffice for the drift. Raises
+    measured. What a job found wrong stays where the time does not suffice for the drift. Raises
     InputError: a preflight by a simulated plan, or of GPUs that are in use, or by nccl-tests over
-    hosts or in a dry run. Raises TooShortError without a preflight.
+    hosts or in a dry run; TooShortError.
     """
     if preflight and plan.simulated:
         what = "is simulated, which says nothing of this machine"
@@ -262,7 +262,10 @@ def measure_plan_again(
         try:
             drift = again.drift(replace(effort, seconds=remaining))
         except TooShortError as error:
-            if not preflight:
+            # What a job found wrong is an answer; that it found nothing wrong is half of one.
+            if not jobs.problems and not jobs.slower:
+                if jobs.checked:
+                    tell([f"{counted(jobs.checked, 'result')} of collectives compared, all right"])
                 raise
             drift = error.drift
             tell([f"transfers were not judged: {error.where} {error.what}; {error.right}"])

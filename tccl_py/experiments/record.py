@@ -31,16 +31,17 @@ WINS: dict[ChoiceName, str] = {
 class ArmResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Results of real collectives in one arm.
 
-    `gbps` is the bus bandwidth at the large sizes, to compare with `predicted_gbps`, and `large`
-    the speed over default NCCL's there. `transfers` are send/recv to the next rank, all-to-all, and
-    a workload's own rows.
-    `failure` says why a job failed; nothing is timed then.
+    `gbps` is the bus bandwidth at the large sizes, to compare with `predicted_gbps`, which may rest
+    on `assumed` values, and `large` the speed over default NCCL's there. `transfers` are send/recv
+    to the next rank, all-to-all, and a workload's own rows. `failure` says why a job failed;
+    nothing is timed then.
     """
 
     name: ChoiceName
     settings: Settings
     environment: dict[str, str]
     predicted_gbps: float | None = None
+    assumed: bool | msgspec.UnsetType = msgspec.UNSET
     gbps: float | None = None
     large: Compared = EQUAL
     rows: tuple[Timed, ...] = ()

@@ -159,6 +159,7 @@ class Judge(NamedTuple):
         target, launcher, budget = self.target, self.launcher, self.budget
         result = ArmResult(
             **picked(arm, "name", "settings", "predicted_gbps"),
+            assumed=target.plan.choices[arm.name].assumed,
             environment=launcher.variables(arm),
             failure=rounds.failures.get(arm.name, ""),
         )

@@ -13,7 +13,15 @@ from msgspec.structs import replace
 from tccl_py.delivery.fit import check_same_machine
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.explanation.paths import collapse_patterns
-from tccl_py.health.drift import ROUNDS, Drift, Effort, Journal, find_drift, joined
+from tccl_py.health.drift import (
+    ROUNDS,
+    Drift,
+    Effort,
+    Journal,
+    TooShortError,
+    find_drift,
+    joined,
+)
 from tccl_py.model.measurement import JOURNAL_FILE, BandwidthSource, JournalHeader
 from tccl_py.model.transfer import TransferSet
 from tccl_py.plan.plan import Plan
@@ -47,16 +55,26 @@ class Remeasuring(NamedTuple):
     extends: bool
 
     def drift(self, effort: Effort) -> Drift:
-        """Return the drift of all classes of hosts, which share the time."""
+        """Return the drift of all classes of hosts, which share the time.
+
+        Raises TooShortError: it did not suffice for a class, and no other has drifted.
+        """
         effort = replace(effort, seconds=effort.seconds / len(self.plan.cluster.classes))
         sources: Sequence[BandwidthSource] = [self.source]
         if isinstance(self.source, HostsSource):
             sources = class_sources(self.source, self.plan.cluster)
-        drifts = [
-            find_drift(self.plan, self.journals[number], source, number=number, effort=effort)
-            for number, source in enumerate(sources)
-        ]
-        return joined(self.plan, drifts)
+        drifts, errors = [], []
+        for number, source in enumerate(sources):
+            rates = self.journals[number]
+            try:
+                drifts.append(find_drift(self.plan, rates, source, number=number, effort=effort))
+            except TooShortError as error:
+                drifts.append(error.drift)
+                errors.append(error)
+        found = joined(self.plan, drifts)
+        if errors and not found.drifted:
+            raise errors[0]
+        return found
 
     def learn_patterns(self, directory: Path, until: float) -> list[str]:
         """Add collapse patterns that a machine's journal lacks to it; return notices.

@@ -123,12 +123,12 @@ def _here(request: PlanRequest, say: Say) -> Subject:
 
     def search(reporter: Reporter | None) -> Plan:
         with source:
+            gpus = named or chosen_gpus(place.machine, None)
             rings = installed_nccl.rings_here(place, named)
-            if rings is not None and rings.able:
+            if rings is not None and rings.able and installed_nccl.several_processes_may_use(gpus):
                 # Asking NCCL takes seconds, and so does the start of workers. They would be other
                 # processes on the GPUs before.
                 source.prepare()
-            gpus = named or chosen_gpus(place.machine, None)
             cluster = single_host(place.machine, place.knowledge, gpus)
             made = plan_hosts(
                 request, cluster, [source], gpus=gpus, own_rings=rings, reporter=reporter
@@ -148,16 +148,15 @@ def _named_gpus(request: PlanRequest, place: MeasuredMachine, say: Say) -> tuple
     """Return the GPUs that a request or CUDA_VISIBLE_DEVICES names; None is all."""
     if request.gpus is not None:
         return chosen_gpus(place.machine, request.gpus)
-    if place.visible in (None, place.machine.gpu_indices):
+    if place.gpus == place.machine.gpu_indices:
         return None
     from tccl_py.readers.live import VARIABLE  # noqa: PLC0415 (loads NVML)
 
-    named = ",".join(map(str, place.visible))
-    right = "a ring joins 2 or more: unset it, or name others by `gpus`"
-    require(len(place.visible) > 1, VARIABLE, f"shows GPU {named} alone", right)
-    total = len(place.machine.gpus)
-    say(f"{VARIABLE} shows GPUs {named} of {total}: the plan is for these; `gpus` names others")
-    return place.visible
+    named, total = ",".join(map(str, place.gpus)), len(place.machine.gpus)
+    what = f"shows GPU {named} of {total} alone, and a ring joins 2 or more"
+    require(len(place.gpus) > 1, VARIABLE, what, "unset it")
+    say(f"{VARIABLE} shows GPUs {named} of {total}, which are planned for; unset it for all")
+    return place.gpus
 
 
 def ring_counts_of(text: str | None) -> tuple[int, ...] | None:

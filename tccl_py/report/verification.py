@@ -132,8 +132,10 @@ def trade_off_lines(result: Verification) -> Iterator[str]:
 def _arm_facts(result: Verification, arm: ArmResult) -> list[str]:
     lines = [f"failed: {arm.failure}"] if arm.failure else []
     if arm.gbps is not None and arm.predicted_gbps:
-        kind = mark(**picked(result, "simulated", "assumed"), dry_run=result.dry_plan)
-        kind += ", the network assumed" * (result.assumed and not result.simulated)
+        # Earlier files have one mark for all arms.
+        assumed = result.assumed if arm.assumed is msgspec.UNSET else arm.assumed
+        kind = mark(simulated=result.simulated, assumed=assumed, dry_run=result.dry_plan)
+        kind += ", the network assumed" * (assumed and not result.simulated)
         origin = "achieved by earlier jobs" if result.jobs_ran else f"predicted ({kind})"
         share = arm.gbps / arm.predicted_gbps
         where = _where(result)

@@ -52,16 +52,20 @@ _SHOWN = 5
 
 
 class MeasuredMachine(msgspec.Struct, frozen=True, kw_only=True):
-    """A machine that the profiler measures; `visible` are the GPUs of CUDA_VISIBLE_DEVICES, if set.
-
-    They are measured where no others are named.
-    """
+    """A machine that the profiler measures; `visible` is the text of CUDA_VISIBLE_DEVICES."""
 
     backend: Backend
     machine: Machine
     knowledge: Knowledge
     fingerprint: Fingerprint
-    visible: tuple[int, ...] | None = None
+    visible: str | None = None
+
+    @property
+    def gpus(self) -> tuple[int, ...]:
+        """The GPUs that jobs see here, for where none are named; InputError: none of them."""
+        from tccl_py.readers.live import visible_indices  # noqa: PLC0415 (loads NVML)
+
+        return visible_indices(self.machine, self.fingerprint.gpu_uuids, self.visible)
 
     @property
     def notices(self) -> tuple[str, ...]:
@@ -136,20 +140,18 @@ def measured_machine(backend: str | None = None, devices: int | None = None) -> 
         return MeasuredMachine(
             backend="host", machine=machine, knowledge=reached, fingerprint=fingerprint
         )
-    from tccl_py.readers import live  # noqa: PLC0415
+    from tccl_py.readers.live import VARIABLE, discover_machine  # noqa: PLC0415
 
     try:
-        machine, knowledge, fingerprint = live.discover_machine()
+        machine, knowledge, fingerprint = discover_machine()
     except InputError as error:
         raise InputError(error.where, error.what, _INSTEAD) from error
-    text = os.environ.get(live.VARIABLE)
-    visible = None if text is None else live.visible_indices(machine, fingerprint.gpu_uuids, text)
     return MeasuredMachine(
         backend="cuda",
         machine=machine,
         knowledge=knowledge,
         fingerprint=fingerprint,
-        visible=visible,
+        visible=os.environ.get(VARIABLE),
     )
 
 
