@@ -420,6 +420,16 @@ def test_trade_offs_are_the_choices_that_none_dominates_for_bundled_jobs(
     assert not lines or "not harmless, by these rows: data-parallel 1.30" in lines[0]
 
 
+@pytest.mark.parametrize(
+    ("sizes", "known"),
+    [((1024,), ()), ((1024, 256 << 10), ["tensor-parallel-decode"]), ((64 << 20,), BUNDLED)],
+)
+def test_small_messages_say_nothing_of_jobs_with_large_ones(boxed, box, sizes, known):
+    fake = FakeJobs(by_plan(lambda _: 1.0, variables=lambda _: 1.3), noise=0.0005)
+    found = run_verification(boxed, box, dry_run(boxed, fake), RunBudget(sizes=sizes))
+    assert {name for offer in trade_offs(found) for name in offer.workloads} == set(known)
+
+
 def test_a_tuned_plan_recommends_the_winner_of_its_jobs_whatever_its_rates(boxed):
     assert boxed.recommended == "variables"
     assert changed(boxed, winner="default").recommended == "default"

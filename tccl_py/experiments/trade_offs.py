@@ -2,7 +2,8 @@
 
 The times of a workload are estimated from the rows of a verification: between two sizes of its
 collective in communicators of as many ranks on a line of logarithms, beyond the largest size in
-proportion to bytes, below the smallest as that one. A send is taken as one of send/recv.
+proportion to bytes where it is near or large, below the smallest as that one. A send is taken as
+one of send/recv.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ import msgspec
 from tccl_py.decision import undominated
 from tccl_py.experiments.comparison import Timed
 from tccl_py.experiments.record import ArmResult, Verification
-from tccl_py.experiments.spec import Row, calls_of
+from tccl_py.experiments.spec import Row, calls_of, is_large
 from tccl_py.plan.chains import ChoiceName
 from tccl_py.workloads.bundled import BUNDLED, bundled
 
 _MOST_UNKNOWN = 0.1
 """Share of a workload's bytes that may be without times."""
+
+_NEAR = 4
+"""A size is near another up to this factor: that between the usual sizes."""
 
 Curve = list[tuple[int, float]]
 """Seconds of a call by bytes, ascending."""
@@ -81,8 +85,12 @@ def _kind(row: Row | Timed, ranks: int) -> tuple[str, int]:
 
 def _speed(calls: Mapping[Row, float], default: Curves, arm: Curves, ranks: int) -> float | None:
     """Return the speed of a step's calls over default NCCL's; None where too much is unknown."""
-    kinds = default.keys() & arm.keys()
-    known = {row: count for row, count in calls.items() if _kind(row, ranks) in kinds}
+    reach = {
+        kind: math.inf if is_large(largest := curve[-1][0]) else _NEAR * largest
+        for kind, curve in default.items()
+        if kind in arm
+    }
+    known = {row: n for row, n in calls.items() if row.bytes <= reach.get(_kind(row, ranks), -1)}
     if _bytes(known.items()) < (1 - _MOST_UNKNOWN) * _bytes(calls.items()):
         return None
 
