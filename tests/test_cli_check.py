@@ -15,7 +15,8 @@ from tccl_py.errors import InputError
 from tccl_py.experiments.jobs import Launcher
 from tccl_py.experiments.preflight import measure_plan_again
 from tccl_py.files import encode_json, encode_line
-from tccl_py.health.drift import Effort
+from tccl_py.health.drift import Effort, TooShortError
+from tccl_py.health.drift_statistics import Comparison
 from tccl_py.model.machine import Fingerprint
 from tccl_py.model.measurement import JournalHeader
 from tccl_py.model.rings import direct_write
@@ -379,10 +380,29 @@ def test_too_little_time_for_transfers_is_no_verdict_unless_collectives_are_slow
     assert slower.exit_code == 1
     assert slower.stdout.startswith("preflight failed")
     assert "no drift" not in slower.stdout and "no transfer is slower" not in slower.stdout
-    assert f"not judged: --max-seconds {short}" in slower.stderr
+    assert f"not all transfers were judged: --max-seconds {short}" in slower.stderr
     found = json.loads(tccl(*words, "--preflight", "--json").stdout)
     assert (found["ok"], found["sets_compared"], len(found["skipped"])) == (False, 0, 24)
     assert tccl(*words).exit_code == 2
+
+
+def test_a_class_of_hosts_without_time_is_no_pass_of_a_preflight_where_another_became_faster(
+    verified, monkeypatch
+):
+    directory, _ = verified
+    some = parse_set("G0->G0->G1")
+    (flow,) = some.flows
+    faster = Comparison(transfers=some, flow=flow, was_gbps=10.0, is_gbps=12.0, p=1e-9)
+    short = TooShortError("confirm a change", [some], 1.0)
+    short.drift = msgspec.structs.replace(short.drift, rows=(faster,), changes=(faster,))
+
+    def drift(*_):
+        raise short
+
+    monkeypatch.setattr("tccl_py.health.remeasuring.Remeasuring.drift", drift)
+    passed = tccl("check", directory, "--preflight")
+    assert (passed.exit_code, passed.stdout) == (2, "")
+    assert tccl("check", directory).exit_code == 1
 
 
 def test_a_slower_link_is_the_culprit(verified, session):

@@ -83,7 +83,7 @@ def check(
     each job of a scheduler, real collectives are run and their values compared first.
 
     Exit codes: 0 nothing changed; 1 something did (with --preflight: became slower, or is wrong); 2
-    nothing could be judged.
+    not all could be judged, and nothing is wrong.
 
     Examples:
 

@@ -136,8 +136,9 @@ def _places(backend: Backend, gpus: str | None, ranks: int | None) -> tuple[int,
         machine, _, fingerprint = discover_machine()
     except InputError as error:
         raise InputError(error.where, error.what, _DRY_RUN) from error
-    visible = visible_indices(machine, fingerprint.gpu_uuids, os.environ.get(VARIABLE))
-    chosen = gpus_argument(gpus, machine) or visible
+    chosen = gpus_argument(gpus, machine)
+    if chosen is None:
+        chosen = visible_indices(machine, fingerprint.gpu_uuids, os.environ.get(VARIABLE))
     if len(chosen) < 2:
         raise InputError("tccl overlap", "has one GPU", "a transfer joins two")
     return chosen

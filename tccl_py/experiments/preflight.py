@@ -262,13 +262,14 @@ def measure_plan_again(
         try:
             drift = again.drift(replace(effort, seconds=remaining))
         except TooShortError as error:
-            # What a job found wrong is an answer; that it found nothing wrong is half of one.
-            if not jobs.problems and not jobs.slower:
+            # What is wrong is an answer; that a part of it all is right is none.
+            drift = error.drift
+            sound = Preflight(drift=drift, collectives=jobs, seconds=0.0).ok
+            if sound if preflight else not drift.drifted:
                 if jobs.checked:
                     tell([f"{counted(jobs.checked, 'result')} of collectives compared, all right"])
                 raise
-            drift = error.drift
-            tell([f"transfers were not judged: {error.where} {error.what}; {error.right}"])
+            tell([f"not all transfers were judged: {error.where} {error.what}; {error.right}"])
         tell(again.learn_patterns(directory, until) if preflight else ())
     tell(again.source.notices)
     return Preflight(drift=drift, collectives=jobs, seconds=time.monotonic() - begun)

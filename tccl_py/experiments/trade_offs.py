@@ -2,8 +2,8 @@
 
 The times of a workload are estimated from the rows of a verification: between two sizes of its
 collective in communicators of as many ranks on a line of logarithms, beyond the largest size in
-proportion to bytes where it is near or large, below the smallest as that one. A send is taken as
-one of send/recv.
+proportion to bytes where it is near or large, a little below the smallest as that one. A send is
+taken as one of send/recv.
 """
 
 from __future__ import annotations
@@ -85,12 +85,10 @@ def _kind(row: Row | Timed, ranks: int) -> tuple[str, int]:
 
 def _speed(calls: Mapping[Row, float], default: Curves, arm: Curves, ranks: int) -> float | None:
     """Return the speed of a step's calls over default NCCL's; None where too much is unknown."""
-    reach = {
-        kind: math.inf if is_large(largest := curve[-1][0]) else _NEAR * largest
-        for kind, curve in default.items()
-        if kind in arm
+    timed = {kind: default[kind] for kind in default.keys() & arm.keys()}
+    known = {
+        row: n for row, n in calls.items() if _is_near(timed.get(_kind(row, ranks)), row.bytes)
     }
-    known = {row: n for row, n in calls.items() if row.bytes <= reach.get(_kind(row, ranks), -1)}
     if _bytes(known.items()) < (1 - _MOST_UNKNOWN) * _bytes(calls.items()):
         return None
 
@@ -98,6 +96,15 @@ def _speed(calls: Mapping[Row, float], default: Curves, arm: Curves, ranks: int)
         return sum(n * at_size(curves[_kind(row, ranks)], row.bytes) for row, n in known.items())
 
     return seconds(default) / seconds(arm)
+
+
+def _is_near(curve: Curve | None, size: int) -> bool:
+    """Return whether a size is among those of a curve, near them, or as large as the largest."""
+    if curve is None:
+        return False
+    (smallest, _), (largest, _) = curve[0], curve[-1]
+    reach = math.inf if is_large(largest) else _NEAR * largest
+    return smallest <= _NEAR * size and size <= reach
 
 
 def _bytes(calls: Iterable[tuple[Row, float]]) -> float:

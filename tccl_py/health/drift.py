@@ -83,7 +83,7 @@ class Drift(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TooShortError(InputError):
-    """The time did not suffice to judge any set; `drift` has all that were chosen as skipped."""
+    """The time did not suffice to judge a class of hosts; `drift` has its sets as skipped."""
 
     def __init__(self, what: str, chosen: Sequence[TransferSet], seconds: float) -> None:
         super().__init__("`max_seconds`", f"is too short to {what}", "give it more seconds")

@@ -57,7 +57,7 @@ class Remeasuring(NamedTuple):
     def drift(self, effort: Effort) -> Drift:
         """Return the drift of all classes of hosts, which share the time.
 
-        Raises TooShortError: it did not suffice for a class, and no other has drifted.
+        Raises TooShortError, with the drift of the other classes: it did not suffice for one.
         """
         effort = replace(effort, seconds=effort.seconds / len(self.plan.cluster.classes))
         sources: Sequence[BandwidthSource] = [self.source]
@@ -72,7 +72,8 @@ class Remeasuring(NamedTuple):
                 drifts.append(error.drift)
                 errors.append(error)
         found = joined(self.plan, drifts)
-        if errors and not found.drifted:
+        if errors:
+            errors[0].drift = found
             raise errors[0]
         return found
 

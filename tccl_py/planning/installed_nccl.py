@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,8 +64,10 @@ def why_not_asked(gpus: Sequence[int]) -> str:
 
 
 def several_processes_may_use(gpus: Sequence[int]) -> bool:
-    """Return whether NCCL's ranks may run on these GPUs beside other processes."""
-    return not any(state.compute_mode for state, _ in conditions_of(gpus))
+    """Return whether NCCL's ranks may run on these GPUs beside other processes, as NVML says."""
+    with suppress(MeasurementError):
+        return not any(state.compute_mode for state, _ in conditions_of(gpus))
+    return False
 
 
 def rings_here(place: MeasuredMachine, gpus: Sequence[int] | None) -> InstalledRings | None:

@@ -153,8 +153,8 @@ def _named_gpus(request: PlanRequest, place: MeasuredMachine, say: Say) -> tuple
     from tccl_py.readers.live import VARIABLE  # noqa: PLC0415 (loads NVML)
 
     named, total = ",".join(map(str, place.gpus)), len(place.machine.gpus)
-    what = f"shows GPU {named} of {total} alone, and a ring joins 2 or more"
-    require(len(place.gpus) > 1, VARIABLE, what, "unset it")
+    what = f"shows GPU {named} alone, and a ring joins 2 or more"
+    require(len(place.gpus) > 1, VARIABLE, what, "unset it, or name others by `gpus`")
     say(f"{VARIABLE} shows GPUs {named} of {total}, which are planned for; unset it for all")
     return place.gpus
 

@@ -53,7 +53,7 @@ def open_source(
             directory, or what `measured_machine` gave; None is this host. A bundled name comes
             before a directory; `Path` names the directory.
         backend, devices: of this host, as `measured_machine` takes them; not beside a machine.
-        gpus: indices of the GPUs that sets will name; None is all.
+        gpus: indices of the GPUs that sets will name; None is all, hidden from jobs or not.
         options: of measurements; not of simulations.
         noise, seed: relative standard deviation of simulated samples, 0 to 1, and its seed.
         journal: a file of measurements; sets in it are not measured again, new ones are added.
