@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from tccl_py.plan.directory import write_plan
+from tccl_py.plan.load import load_plan
 from tccl_py.plan.retuning import retuned
 from tests.planned import SMALL, plan_of
 
@@ -88,6 +89,24 @@ def test_env_names_what_contradicts_the_plan_and_is_not_replaced_by_what_it_expo
     assert "NCCL_SHM_DISABLE" in errors(NCCL_SHM_DISABLE="1")
     for replaced in ({"NCCL_GRAPH_FILE": "/other"}, {"NCCL_BUFFSIZE": "65536"}, {}):
         assert errors(**replaced) == ""
+
+
+def test_a_job_that_sees_some_of_the_gpus_gets_no_graph_file_of_all(directory, tmp_path):
+    words, gpus = (directory, "--choice", "graph"), load_plan(directory).gpus
+    whole = {"NCCL_GRAPH_FILE": f"{directory}/nccl/graph.xml"}
+
+    def got(visible, **more):
+        return variables_of(*words, CUDA_VISIBLE_DEVICES=visible, **more).get("NCCL_GRAPH_FILE")
+
+    seen = ",".join(map(str, gpus[:2]))
+    done = run(*words, "--", "env", CUDA_VISIBLE_DEVICES=seen)
+    assert f"a job over GPUs {seen}" in done.stderr
+    assert got(seen) == variables_of(*words, "--gpus", seen).get("NCCL_GRAPH_FILE") != whole
+    assert got("5,77") is None
+    # All of them, none that is known, or those of a single rank.
+    for visible in (",".join(map(str, gpus[::-1])), "", "MIG-1", str(gpus[0])):
+        assert got(visible) == whole["NCCL_GRAPH_FILE"]
+    assert got(seen, LOCAL_RANK="1") == whole["NCCL_GRAPH_FILE"]
 
 
 def test_another_graph_file_of_the_user_disables_the_plan(directory):

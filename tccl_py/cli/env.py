@@ -17,7 +17,7 @@ from tccl_py.cli.options import arg, flag, gpus_argument, one_of, opt, refuse
 from tccl_py.cli.process import ANSWER_IS_NO, complain, flush_output, notice, print_json
 from tccl_py.delivery.fit import ALIKE_VARIABLE
 from tccl_py.delivery.job import Delivery, JobRequest, deliver
-from tccl_py.delivery.placement import prefer_numa_node
+from tccl_py.delivery.placement import gpus_of_job, prefer_numa_node
 from tccl_py.errors import InputError, require
 from tccl_py.files import picked
 from tccl_py.nccl.settings import GRAPH_VARIABLE, env_conflicts, export_lines
@@ -26,7 +26,7 @@ from tccl_py.plan.chains import CHOICES, ChoiceName
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import plan_in
 
-GPUS = opt("LIST", "The job's GPUs (NVML), as 0,2,5 or 0-3.")
+GPUS = opt("LIST", "The job's GPUs (NVML), as 0,2,5 or 0-3; by default those visible.")
 HOST = opt("NAME", "A cluster's host; this one if not given.")
 VERSION = opt("VERSION", "The job's; if not given, as installed.")
 CHOICE = opt("|".join(CHOICES), "The recommended one if not given.")
@@ -74,7 +74,9 @@ def env(
         replaced = {*delivery.variables, GRAPH_VARIABLE}
         own = {name: value for name, value in os.environ.items() if name not in replaced}
         if conflicts := _conflicts(delivery, {**own, **delivery.variables}):
-            notice(f"what jobs have beside the plan contradicts it: {conflicts}; remove that")
+            notice(
+                f"your environment has another {conflicts}, which contradicts the plan: remove it"
+            )
     if json:
         state = {"off": delivery.disabled} if delivery.disabled else {"choice": delivery.choice}
         marks = picked(plan, "simulated", "dry_run")
@@ -217,4 +219,10 @@ def _delivery(
     if gpus is not None:
         machine = plan.cluster.classes[0].machine
         request = replace(request, gpus=gpus_argument(gpus, machine))
+    elif plan.cluster.closes and not request.plugin:
+        visible = gpus_of_job()
+        if visible not in (None, tuple(sorted(plan.gpus))):
+            listed = ",".join(map(str, visible))
+            notice(f"a job over GPUs {listed}, as CUDA_VISIBLE_DEVICES has them; see --gpus")
+            request = replace(request, gpus=visible)
     return plan, deliver(plan, directory, request, say=notice)

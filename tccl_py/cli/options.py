@@ -74,7 +74,7 @@ DEVICES = advanced("N", "Devices of the host backend; if not given one a core, 2
 TARGET = advanced(
     "F",
     "Repeat a set until the 95 % interval of every flow's rate is narrower than this share of "
-    "it, at most 30 times (a plan's search 10); 0.01 by default.",
+    "it, at most 30 times (a plan's search 10); 0.01 by default, 0.1 in a dry run.",
 )
 INTERFACES = advanced(
     "LIST", "Network interfaces that are NICs N0, N1 ..., as eth0,eth1; all if not given."

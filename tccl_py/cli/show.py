@@ -72,10 +72,12 @@ def show(
     print_plan(plan, console)
     with suppress(InputError):
         verified = Verification.load(directory)
-        for text in verified.objections(verified.judged) if verified is not None else ():
-            console.print(f"note: by jobs, {text}")
-        for text in trade_off_lines(verified) if verified is not None else ():
-            console.print(f"note: {text}")
+        # A dry run says nothing about a plan for GPUs.
+        if verified is not None and verified.dry_run <= plan.dry_run:
+            for text in verified.objections(verified.judged):
+                console.print(f"note: by jobs, {text}")
+            for text in trade_off_lines(verified):
+                console.print(f"note: {text}")
     title = f"choices by message size, {size_basis(plan)} (--json has all collectives)"
     print_table(console, list(size_table(plan, ("all_reduce",))), title=title)
     for text in size_notes(plan):

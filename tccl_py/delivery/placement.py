@@ -14,14 +14,30 @@ _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "
 
 def gpu_of_rank(gpus: Sequence[int]) -> int | None:
     """Return the GPU of this process by its launcher's variables; None if it is no single rank."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    if re.fullmatch(r"\d{1,4}(,\d{1,4})*", visible):
-        gpus = [int(gpu) for gpu in visible.split(",")]
-    ranks = (os.environ.get(name, "") for name in _LOCAL_RANKS)
-    rank = next((int(rank) for rank in ranks if re.fullmatch(r"\d{1,4}", rank)), None)
+    gpus, rank = _visible() or gpus, _local_rank()
     if rank is None:
         return None
     return gpus[0] if len(gpus) == 1 else gpus[rank] if rank < len(gpus) else None
+
+
+def gpus_of_job() -> tuple[int, ...] | None:
+    """Return the GPUs that the ranks below this process see; None is all, or not known.
+
+    Ranks of a launcher may each see others, and a job of one GPU needs no rings.
+    """
+    gpus = _visible()
+    return tuple(sorted(set(gpus))) if _local_rank() is None and len(set(gpus)) > 1 else None
+
+
+def _visible() -> Sequence[int]:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    is_list = re.fullmatch(r"\d{1,4}(,\d{1,4})*", visible)
+    return [int(gpu) for gpu in visible.split(",")] if is_list else []
+
+
+def _local_rank() -> int | None:
+    ranks = (os.environ.get(name, "") for name in _LOCAL_RANKS)
+    return next((int(rank) for rank in ranks if re.fullmatch(r"\d{1,4}", rank)), None)
 
 
 def prefer_numa_node(node: int) -> str:

@@ -32,7 +32,6 @@ class _Head(msgspec.Struct):
     """The part of a plan file that all versions have."""
 
     format_version: Number
-    cluster: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
 def load_plan(path: Path | str) -> Plan:
@@ -46,7 +45,7 @@ def load_plan(path: Path | str) -> Plan:
     text = read_text(path)
     # Another version may have other fields: it is refused by its head alone.
     head = decode_json(text, _Head, where=str(path), name="Plan")
-    if head.format_version != FORMAT_VERSION or head.cluster is msgspec.UNSET:
+    if head.format_version != FORMAT_VERSION:
         later = head.format_version > FORMAT_VERSION
         fault = f"is of {'a later' if later else 'an earlier'} program"
         again = AGAIN
