@@ -126,7 +126,9 @@ file = open(path, 'w+b')
 os.ftruncate(file.fileno(), 4096)
 held = mmap.mmap(file.fileno(), 4096)
 file.write(b'mapped'); file.flush()
-if sys.argv[2] == '1': os.unlink(path)
+if sys.argv[2] == '1':
+    os.unlink(path)
+    open(os.environ['NCCL_OWN_DONE'], 'w').close()
 if sys.argv[2] == '2': sys.exit('2 fails')
 time.sleep(600)
 """
@@ -137,17 +139,18 @@ def test_of_ranks_that_are_ended_no_shared_memory_of_nccl_stays(tmp_path, interr
     name = f"{os.getpid()}x"
     other, *held = (Path(f"/dev/shm/nccl-{name}{rank}") for rank in ("other", 0, 3))
     other.write_bytes(bytes(8))
+    done = tmp_path / "unlinked"
+    variables = {"NCCL_OWN_NAME": name, "NCCL_OWN_DONE": str(done)}
 
     def meanwhile():
-        if interrupted and all(path.exists() and b"mapped" in path.read_bytes() for path in held):
+        there = done.exists() and all(path.exists() for path in held)
+        if interrupted and there and all(b"mapped" in path.read_bytes() for path in held):
             raise KeyboardInterrupt
 
     ranks = (0, 1, 3) if interrupted else (0, 1, 2)
     try:
         with pytest.raises(KeyboardInterrupt if interrupted else RanksError):
-            run_ranks(
-                tmp_path, MAPPING, ranks, variables={"NCCL_OWN_NAME": name}, meanwhile=meanwhile
-            )
+            run_ranks(tmp_path, MAPPING, ranks, variables=variables, meanwhile=meanwhile)
         # That of others stays, and what a rank leaves that ended by itself.
         left = {path.name for path in Path("/dev/shm").glob(f"nccl-{name}*")}
         assert left == {other.name, *(f"nccl-{name}2" for _ in range(not interrupted))}

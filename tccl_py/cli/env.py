@@ -17,7 +17,7 @@ from tccl_py.cli.options import arg, flag, gpus_argument, one_of, opt, refuse
 from tccl_py.cli.process import ANSWER_IS_NO, complain, flush_output, notice, print_json
 from tccl_py.delivery.fit import ALIKE_VARIABLE
 from tccl_py.delivery.job import Delivery, JobRequest, deliver
-from tccl_py.delivery.placement import gpus_of_job, prefer_numa_node
+from tccl_py.delivery.placement import prefer_numa_node
 from tccl_py.errors import InputError, require
 from tccl_py.files import picked
 from tccl_py.nccl.settings import GRAPH_VARIABLE, env_conflicts, export_lines
@@ -219,10 +219,4 @@ def _delivery(
     if gpus is not None:
         machine = plan.cluster.classes[0].machine
         request = replace(request, gpus=gpus_argument(gpus, machine))
-    elif plan.cluster.closes and not request.plugin:
-        visible = gpus_of_job()
-        if visible not in (None, tuple(sorted(plan.gpus))):
-            listed = ",".join(map(str, visible))
-            notice(f"a job over GPUs {listed}, as CUDA_VISIBLE_DEVICES has them; see --gpus")
-            request = replace(request, gpus=visible)
     return plan, deliver(plan, directory, request, say=notice)

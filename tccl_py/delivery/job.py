@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from tccl_py.delivery.fit import host_here, why_not_fit, why_not_with
-from tccl_py.delivery.placement import gpu_of_rank
+from tccl_py.delivery.placement import gpu_of_rank, gpus_of_job
 from tccl_py.delivery.plugin import plugin_exports
 from tccl_py.errors import InputError, require
 from tccl_py.model.cluster import shown
@@ -106,7 +106,10 @@ def deliver(plan: Plan, directory: Path, request: JobRequest, *, say: Say) -> De
         say(f"the plan is disabled, it is a {DRY_RUN}")
         return Delivery(disabled=DRY_RUN)
     files = check_files(directory).files
-    place = (_over_gpus if plan.cluster.closes else _on_host)(plan, directory, request, say)
+    place_of = _over_gpus if plan.cluster.closes else _on_host
+    if place_of is _over_gpus and request.gpus is None and not request.plugin:
+        request = msgspec.structs.replace(request, gpus=_visible(plan, say))
+    place = place_of(plan, directory, request, say)
     disabled = place.disabled or (request.why_no_plugin(plan) if request.plugin else "")
     if disabled:
         say(f"the plan is disabled, NCCL chooses its own rings: {disabled}")
@@ -221,6 +224,16 @@ def _over_gpus(plan: Plan, directory: Path, request: JobRequest, say: Say) -> _P
         disabled = "; ".join(filter(None, (elsewhere, nccl)))
     file = part_file(plan, gpus)
     return _Place({"gpus": gpus}, file, disabled)
+
+
+def _visible(plan: Plan, say: Say) -> tuple[int, ...] | None:
+    """Return the GPUs that a job sees, if these are not the plan's; None is all of the plan."""
+    gpus = gpus_of_job()
+    if gpus in (None, tuple(sorted(plan.gpus))):
+        return None
+    listed = ",".join(map(str, gpus))
+    say(f"a job over GPUs {listed}, which CUDA_VISIBLE_DEVICES shows; `gpus` names others")
+    return gpus
 
 
 def communicator_file(plan: Plan, ranks: Sequence[tuple[str, str, int]], host: str) -> str | None:
