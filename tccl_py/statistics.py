@@ -69,11 +69,7 @@ def ratio_interval(ratios: Sequence[float], *, level: float = 0.95) -> Interval:
     averages = np.sort((logs[first] + logs[second]) / 2)
     tails = _signed_rank_tails(len(logs))
     outside = max(0, int(np.searchsorted(tails, (1 - level) / 2, side="right")) - 1)
-    return Interval(
-        middle=math.exp(np.median(averages)),
-        low=math.exp(averages[outside]),
-        high=math.exp(averages[-1 - outside]),
-    )
+    return _interval(averages, outside)
 
 
 def unpaired_interval(slow: Sequence[float], fast: Sequence[float]) -> Interval:
@@ -88,12 +84,13 @@ def unpaired_interval(slow: Sequence[float], fast: Sequence[float]) -> Interval:
     ratios = np.sort([math.log(a / b) for a in slow for b in fast])
     spread = math.sqrt(len(ratios) * (len(slow) + len(fast) + 1) / 12)
     outside = int(len(ratios) / 2 - NormalDist().inv_cdf((1 + _CONFIDENCE) / 2) * spread) - 1
-    outside = max(0, outside)
-    return Interval(
-        middle=math.exp(np.median(ratios)),
-        low=math.exp(ratios[outside]),
-        high=math.exp(ratios[-1 - outside]),
-    )
+    return _interval(ratios, max(0, outside))
+
+
+def _interval(ordered: npt.NDArray[np.float64], outside: int) -> Interval:
+    """Return the median of logarithms, with the ends that leave so many out on either side."""
+    low, high = ordered[outside], ordered[-1 - outside]
+    return Interval(middle=math.exp(np.median(ordered)), low=math.exp(low), high=math.exp(high))
 
 
 def sign_flip_p(rows: Sequence[Sequence[float]]) -> list[float]:

@@ -240,7 +240,7 @@ def test_without_gpus_it_says_how_to_rehearse(monkeypatch):
     def none_here():
         raise InputError("this machine", "no NVIDIA driver answers", "add --simulate MACHINE")
 
-    monkeypatch.setattr("tccl_py.cli.overlap.discover_machine", none_here)
+    monkeypatch.setattr("tccl_py.cli.overlap.measured_machine", none_here)
     result = tccl("overlap")
     assert result.exit_code == 2
     sentence = "tccl: this machine: no NVIDIA driver answers; add --backend gloo for a dry run"

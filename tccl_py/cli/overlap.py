@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast, get_args
@@ -16,8 +15,8 @@ from tccl_py.errors import CTRL_C_AND_SIGTERM, InputError, counted, interrupts_p
 from tccl_py.experiments.overlap import Backend, Pair, Pairs, time_overlap
 from tccl_py.model.rings import direct_write
 from tccl_py.model.transfer import flow_texts, parse_flow
-from tccl_py.readers.live import VARIABLE, discover_machine, visible_indices
 from tccl_py.report.tables import GEMMS, PAIRS, Line, lines, overlap_lines
+from tccl_py.sources.profiled import measured_machine
 
 MIB = 1024 * 1024
 _MOST_MIB = 4096
@@ -133,12 +132,12 @@ def _places(backend: Backend, gpus: str | None, ranks: int | None) -> tuple[int,
         return tuple(range(count))
     refuse({"--ranks": ranks}, ("", "is for gloo", "nccl has --gpus"))
     try:
-        machine, _, fingerprint = discover_machine()
+        place = measured_machine()
     except InputError as error:
         raise InputError(error.where, error.what, _DRY_RUN) from error
-    chosen = gpus_argument(gpus, machine)
+    chosen = gpus_argument(gpus, place.machine)
     if chosen is None:
-        chosen = visible_indices(machine, fingerprint.gpu_uuids, os.environ.get(VARIABLE))
+        chosen = place.gpus
     if len(chosen) < 2:
         raise InputError("tccl overlap", "has one GPU", "a transfer joins two")
     return chosen

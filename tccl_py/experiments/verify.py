@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -119,7 +119,6 @@ class Judge(NamedTuple):
         names: list[ChoiceName] = [*(arm.name for arm in self.arms), AGAIN]
         letters = dict(zip(names, "ABCDE", strict=False))
         ranks = rounds.checked["default"].results
-        collectives = [row for row in self.rows if not row.mode]
         return Verification(
             machine=plan_name(target.plan),
             **picked(target, "gpus", "hosts"),
@@ -137,7 +136,7 @@ class Judge(NamedTuple):
             devices=tuple(rank.device for rank in ranks),
             order="".join(letters[name] for name, _ in rounds.jobs),
             at_once=rounds.at_once,
-            raw=tuple(_seconds_of(job, collectives) for _, job in rounds.jobs),
+            raw=tuple(tuple(_collective_seconds(job)) for _, job in rounds.jobs),
             seconds=time.monotonic() - self.begun,
         )
 
@@ -194,10 +193,11 @@ def rings_of_jobs(
     return next((rings for rings in comparisons if not rings.same), comparisons[0])
 
 
-def _seconds_of(job: Outcome, rows: Iterable[Row]) -> tuple[tuple[tuple[float, ...], ...], ...]:
-    """Return the seconds of each row on all ranks, by batch."""
-    timed = {ranks[0].row: tuple(times.seconds for times in ranks) for ranks in job.rows}
-    return tuple(timed[row] for row in rows)
+def _collective_seconds(job: Outcome) -> Iterator[tuple[tuple[float, ...], ...]]:
+    """Yield the seconds of each collective on all ranks, by batch."""
+    for ranks in job.rows:
+        if not ranks[0].row.mode:
+            yield tuple(times.seconds for times in ranks)
 
 
 def _wrong_training(baseline: Sequence[Outcome], jobs: Sequence[Outcome]) -> Iterator[WrongValue]:
