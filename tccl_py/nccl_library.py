@@ -200,12 +200,8 @@ def check_cuda(name: str, code: int) -> None:
 def find_library() -> str:
     """Return a job's library: of LD_LIBRARY_PATH, this Python's packages, or the loader's name."""
     folders = filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep))
-    places = (Path(folder) / NAME for folder in folders)
-    return next((str(place) for place in places if place.is_file()), _packaged())
-
-
-def _packaged() -> str:
-    places = (Path(folder) / _PACKAGE_PLACE / NAME for folder in sys.path)
+    places = [Path(folder) / NAME for folder in folders]
+    places += [Path(folder) / _PACKAGE_PLACE / NAME for folder in sys.path]
     return next((str(place) for place in places if place.is_file()), NAME)
 
 
@@ -277,11 +273,10 @@ def _of_packages(names: Sequence[str]) -> InstalledNccl | None:
     for name in names:
         if (package := _distribution(name)) is None:
             continue
-        version = package.version
-        if len(list(filter(None, map(_distribution, _PACKAGES)))) > 1:
-            # They put the library in one place: whichever came last is there.
-            version = _asked_version(_packaged()) or version
-        if match := _NUMBER.match(version):
+        # Packages put the library in one place, and users another one: it says itself which it is.
+        library = Path(str(package.locate_file(_PACKAGE_PLACE / NAME)))
+        asked = _asked_version(str(library)) if library.is_file() else ""
+        if match := _NUMBER.match(asked or package.version):
             return InstalledNccl(version=match[0], source=f"of the package {name}")
     return None
 

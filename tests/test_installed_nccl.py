@@ -74,6 +74,14 @@ def test_where_two_packages_share_the_file_the_library_says_which_it_is(site):
     assert first().version == "2.30.7"
 
 
+@needs_cc
+def test_a_library_in_the_place_of_a_packages_own_says_which_it_is(site):
+    with_torch(site, "nvidia-nccl-cu12==2.28.9")
+    install(site, "nvidia-nccl-cu12", "2.28.9")
+    library(site / "nvidia" / "nccl" / "lib", 23203)
+    assert first() == InstalledNccl(version="2.32.3", source=f"of {TORCH}")
+
+
 def test_a_torch_with_nccl_in_its_own_is_asked_in_a_process_of_its_own(site):
     with_torch(site)
     (site / "torch" / "lib").mkdir(parents=True)
