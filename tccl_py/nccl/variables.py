@@ -22,8 +22,9 @@ HOST_VARIABLES = (
     "NCCL_SOCKET_FAMILY",
     "NCCL_IB_DISABLE",
     "NCCL_HOSTID",
+    "NCCL_MULTI_RANK_GPU_ENABLE",
 )
-"""Variables for what a host has or forbids; the jobs of `tccl verify` inherit them."""
+"""Variables for what a host has, allows or forbids; the jobs of `tccl verify` inherit them."""
 _SET = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,99})=(.*)", re.ASCII | re.DOTALL)
 _LEVEL_NAMES = ("NCCL_P2P_LEVEL", "NCCL_NET_GDR_LEVEL")
 _UNFOLLOWED = (
