@@ -103,6 +103,14 @@ def test_the_rank_whose_last_words_name_a_cause_is_told(run, tmp_path):
     assert (error.what, error.said) == ("ended with code 7", "ValueError: no room")
 
 
+@pytest.mark.parametrize("words", ["", "Cuda failure 2 'out of memory'"])
+def test_nccls_error_is_told_with_its_words_if_it_has_any(run, tmp_path, words):
+    message = f"DistBackendError: x\nncclUnhandledCudaError: Call failed.\nLast error:\n{words}\n"
+    with pytest.raises(RanksError) as caught:
+        run(tmp_path, f"import sys\nprint({message!r})\nsys.exit(1)", (0,))
+    assert caught.value.said == f"ncclUnhandledCudaError: Call failed. {words}".strip()
+
+
 def test_without_a_cause_whoever_said_something_is_told(run, tmp_path):
     text = "import sys\nif sys.argv[2] == '1': print('goodbye')\nsys.exit(7)"
     with pytest.raises(RanksError, match=r"^rank 1: .*goodbye$"):

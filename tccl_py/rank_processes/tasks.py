@@ -35,6 +35,8 @@ _TAIL = 600
 """Characters of a failed rank's output in an error."""
 _CAUSE = re.compile(r"error|Error|not found|WARN")
 _TORCH_WARNING = re.compile(r"\[W\d{4} ")
+_NCCL_WORDS = re.compile(r"\s*\nLast error:\s*")
+"""Between NCCL's error in torch's message and its words, which may be missing."""
 
 T = TypeVar("T")
 
@@ -175,7 +177,7 @@ def _check_codes(ranks: Sequence[Rank], codes: Sequence[int | None], timeout: fl
 def _last_line(rank: Rank) -> tuple[int, str]:
     """Return a rank's last line with a cause, and 2; else the last line, and 1; or "" and 0."""
     output = rank.output.read_bytes() if rank.output.exists() else b""
-    text = output[-_LAST_BYTES:].decode(errors="replace")
+    text = _NCCL_WORDS.sub(" ", output[-_LAST_BYTES:].decode(errors="replace"))
     lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
     causes = [s for s in lines if _CAUSE.search(s) and not _TORCH_WARNING.search(s)]
     return bool(lines) + bool(causes), (causes or lines or [""])[-1][-_TAIL:]
