@@ -10,7 +10,7 @@ from tccl_profiler import cuda_device
 from tccl_profiler.compiler import program_for
 from tccl_profiler.messages import Pace, Run, Share, Start
 from tccl_profiler.session import pool_of
-from tccl_profiler.shared_memory import Control
+from tccl_profiler.shared_memory import MAX_LANES, Control
 from tccl_py.errors import MeasurementError
 from tccl_py.model.transfer import parse_set
 from tests.toy import toy_machine
@@ -46,6 +46,28 @@ def test_a_copy_to_memory_out_of_reach_is_refused_before_anything_is_queued(monk
     with pytest.raises(MeasurementError, match=r"^GPU 0 cannot reach G1's memory"):
         device.run(run)
     waits.assert_not_called()
+    device.close()
+    control.close()
+
+
+@pytest.mark.parametrize(
+    ("percentage", "threads", "lanes"),
+    [("", 2048, 132), ("100", 2048, 132), ("12", 2048, 264), ("12", 1024, 132)],
+)
+def test_where_mps_shares_a_gpu_two_blocks_fit_on_a_multiprocessor(
+    monkeypatch, percentage, threads, lanes
+):
+    cupy = mock.MagicMock()
+    properties = {"multiProcessorCount": 132, "maxThreadsPerMultiProcessor": threads}
+    cupy.cuda.runtime.getDeviceProperties.return_value = properties
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", percentage)
+    control = Control.create(1)
+    start = Start(backend="cuda", slot=0, device="G0", arena_bytes=MIB, user_bytes=MIB)
+    device = cuda_device.CudaDevice(start, control)
+    assert device.open()[0].lanes == min(lanes, MAX_LANES)
+    (compiled,) = cupy.RawModule.call_args_list
+    assert compiled.kwargs["code"] == cuda_device.kernel_source(1 if lanes == 132 else 2)
     device.close()
     control.close()
 

@@ -33,6 +33,7 @@ from tccl_profiler.shared_memory import (
     records_at,
     stamps_at,
 )
+from tccl_profiler.watch import gpu_share
 from tccl_py.errors import MeasurementError
 from tccl_py.model.transfer import index_of
 from tccl_py.nccl_library import check_cuda, cuda_driver
@@ -55,14 +56,15 @@ _WAIT_UNTIL_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
 _MIB = 1 << 20
 
 
-def kernel_source() -> str:
-    """Return the CUDA C++ source of all kernels."""
-    return resources.files(__package__).joinpath("pump.cu").read_text("utf-8")
+def kernel_source(blocks: int = 1) -> str:
+    """Return the CUDA C++ source of all kernels, of which `blocks` fit on a multiprocessor."""
+    text = resources.files(__package__).joinpath("pump.cu").read_text("utf-8")
+    return f"constexpr int kBlocks = {blocks};\n{text}"
 
 
-def load_kernels(cupy: Any) -> dict[str, Any]:
+def load_kernels(cupy: Any, blocks: int) -> dict[str, Any]:
     """Return all kernels by name for the current GPU; cupy keeps the compilation on disk."""
-    module = cupy.RawModule(code=kernel_source(), options=OPTIONS)
+    module = cupy.RawModule(code=kernel_source(blocks), options=OPTIONS)
     return {name: module.get_function(name) for name in NAMES}
 
 
@@ -114,9 +116,12 @@ class CudaDevice:
         self._stream = self._cupy.cuda.Stream(non_blocking=True)
         # All at once, because making one waits for the others, which may wait for the flag.
         self._copy_streams = [self._cupy.cuda.Stream(non_blocking=True) for _ in range(MAX_COPIES)]
-        self._load()
+        # MPS may give programs the same multiprocessors, whose blocks would wait for each other.
+        most = int(properties["maxThreadsPerMultiProcessor"]) // _THREADS
+        blocks = min(2 if gpu_share() else 1, most)
+        self._load(blocks)
         started = Started(
-            lanes=min(MAX_LANES, int(properties["multiProcessorCount"])),
+            lanes=min(MAX_LANES, blocks * int(properties["multiProcessorCount"])),
             arena_bytes=start.arena_bytes,
             handle=bytes(self._runtime.ipcGetMemHandle(self._arena)),
             memory_bytes=start.arena_bytes + 2 * start.user_bytes,
@@ -138,9 +143,9 @@ class CudaDevice:
         self._runtime.memset(pointer, 0, size)
         return pointer
 
-    def _load(self) -> None:
+    def _load(self, blocks: int) -> None:
         """Launch each kernel once: the first launch loads it, and would hang behind a wait."""
-        self._kernels = load_kernels(self._cupy)
+        self._kernels = load_kernels(self._cupy, blocks)
         scratch = self._lanes
         timing = np.zeros(1, _TIMING)
         timing["words"][0, -1] = self._gates

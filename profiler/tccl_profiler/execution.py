@@ -205,7 +205,7 @@ class Execution:
             there = (views[device]["resident"] == number).all()
             return bool(there and all(row[0] for row in stamps[device]))
 
-        self._until(resident, self.timeouts.lanes_s, "did not get its part of a set running")
+        self._until(resident, self.timeouts.lanes_s, "did not start all blocks of a set")
 
     def release(self, repeat: int, at_ns: int | None = None) -> int:
         """Release a repeat at `at_ns` of CLOCK_MONOTONIC or now; return the time after."""
@@ -239,7 +239,7 @@ class Execution:
         windows_over = time.monotonic() + self.spec.lasting_s + _CLOCKS_DIFFER_S
         # This process leaves the cores to the lanes: there may be no more cores than lanes.
         self._sleep_until(self._released_at + round((self.spec.lasting_s - _EARLY_S) * 1e9))
-        self._until(finished, patience_s, "did not finish its part of a set")
+        self._until(finished, patience_s, "did not finish a set")
         for worker in self.workers:
             if not views[worker.spec.device]["start"].all():
                 raise WorkerLost(

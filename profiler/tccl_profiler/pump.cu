@@ -11,7 +11,9 @@
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-constexpr int kUnroll = __CUDA_ARCH__ >= 1200 ? 6 : __CUDA_ARCH__ >= 800 ? 8 : 4;  // as NCCL's
+// kBlocks lanes fit on a multiprocessor, for each of which a thread then has fewer registers. It is 1,
+// with NCCL's kUnroll, or 2; cuda_device.py says why.
+constexpr int kUnroll = (__CUDA_ARCH__ >= 1200 ? 6 : __CUDA_ARCH__ >= 800 ? 8 : 4) / (kBlocks * kBlocks);
 constexpr int kWarp = 32;
 constexpr int kWorkersReady = 1, kSliceMoved = 2;  // named barriers
 
@@ -122,7 +124,7 @@ struct Slice {
 // Read off its machine code, 2.18 to 2.30, sm 70 to 120, f32: two where the sum is kept as well, and
 // three to five where it is not.
 template <int Pass>
-constexpr int kAwaited = Pass == kAddKeepSend ? 2 : Pass == kAddSend ? 4 : kUnroll;
+constexpr int kAwaited = Pass == kAddKeepSend ? 2 : Pass == kAddSend && kUnroll > 4 ? 4 : kUnroll;
 
 // `Count` packs of one thread, a warp's width apart. Stores begin with the last pack: it is the last
 // to arrive, so no store goes out before all loads have come in.
@@ -362,12 +364,12 @@ __device__ __forceinline__ void pump_lane(const Lane* lanes, Record* records, u6
 
 extern "C" {
 
-__global__ void __launch_bounds__(544, 1)
+__global__ void __launch_bounds__(544, kBlocks)
 pump(const Lane* lanes, Record* records, u64 flag, Timing t) {
   pump_lane<false>(lanes, records, flag, t);
 }
 
-__global__ void __launch_bounds__(544, 1)
+__global__ void __launch_bounds__(544, kBlocks)
 pump_check(const Lane* lanes, Record* records, u64 flag, Timing t) {
   pump_lane<true>(lanes, records, flag, t);
 }

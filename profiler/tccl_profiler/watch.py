@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -41,6 +42,7 @@ _QUESTIONS: dict[str, tuple[Any, ...]] = {
     "mps_clients": ("GetMPSComputeRunningProcesses_v3|GetMPSComputeRunningProcesses_v2",),
 }
 """By field of GpuConditions, functions of NVML, less nvmlDevice, and their arguments."""
+_MPS_SHARE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 _MPS_SERVER = "nvidia-cuda-mps"  # as /proc cuts the names of server and daemon
 _HOST_PIDS = "pid:[4026531836]"
 """The first PID namespace of every Linux (PROC_PID_INIT_INO in the kernel's proc_ns.h)."""
@@ -86,6 +88,12 @@ class GpuConditions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Conditions = tuple[GpuConditions, ...]
+
+
+def gpu_share() -> str:
+    """Return the percentage of a GPU that MPS gives a program with this environment; "" for all."""
+    percentage = os.environ.get(_MPS_SHARE, "")
+    return "" if percentage == "100" else percentage
 
 
 @contextlib.contextmanager

@@ -71,7 +71,11 @@ class MeasuredMachine(msgspec.Struct, frozen=True, kw_only=True):
     def notices(self) -> tuple[str, ...]:
         """Limits of every rate that is measured here, for the user."""
         if self.backend == "cuda":
-            return ()
+            from tccl_profiler.watch import gpu_share  # noqa: PLC0415
+
+            share = gpu_share()
+            words = f"MPS gives a program {share} % of a GPU: with all of it rates may be higher"
+            return (words,) if share else ()
         from tccl_profiler.linux import shared_cores  # noqa: PLC0415
 
         return (DRY_RUN, *shared_cores(self.machine))

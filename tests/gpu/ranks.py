@@ -25,9 +25,7 @@ SHARE = (
     {}
     if REAL
     else {
-        # Of four GPUs with 22 % and more the last kernel of a set does not start, why is not known;
-        # with 18 % flows over NVLink (24 blocks) do not fit.
-        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(min(20, 96 // _virtual_gpus())),
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(96 // _virtual_gpus()),
         "VGPU_CONNECTIONS": str(max(2, 64 // _virtual_gpus())),
     }
 )
