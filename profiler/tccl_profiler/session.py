@@ -84,8 +84,9 @@ class Session:
         self.profiler.note(*found)
 
     def _load(self) -> None:
-        busy = parse_set(" ".join(f"G{i}->G{i}->C0 C0->G{i}->G{i}" for i in self._gpus))
-        self.profiler.exercise(busy)
+        # Few blocks: a program that shares its GPUs by MPS cannot run all of its own at once.
+        ways = "G{0}->G{0}->C0{{blocks=8}} C0->G{0}->G{0}{{blocks=8}}"
+        self.profiler.exercise(parse_set(" ".join(map(ways.format, self._gpus))))
 
     @property
     def conditions(self) -> str:
