@@ -112,6 +112,15 @@ def test_a_virtual_machine_tells_what_it_hides(tmp_path):
     assert unseen(host)[-1] == "virtual machine"
 
 
+def test_gpus_have_nvmls_numbers_where_a_container_has_some_of_them(tmp_path):
+    (one,) = driver(1).gpus
+    seen = DriverState(gpus=(dataclasses.replace(one, bus_id="0000:00:07.0"),))
+    host = recorded("intel-vm", tmp_path, driver=seen)
+    assert found(host)[0] == (
+        "note numa [a GPU that NVML does not show (0000:00:06.0), GPU 0 (0000:00:07.0)]"
+    )
+
+
 def test_a_container_as_docker_makes_it_is_too_small(tmp_path):
     host = recorded("container", tmp_path)
     assert found(host) == [

@@ -154,7 +154,7 @@ class HostState(HostFiles):
 
     @cached_property
     def gpus(self) -> tuple[str, ...]:
-        """Bus ids of NVIDIA's GPUs, in NVML's order."""
+        """Bus ids of NVIDIA's GPUs, in NVML's order; a container may be given some of them."""
         bus_ids = {
             bus_id
             for name in self.entries(DEVICES)
@@ -166,8 +166,11 @@ class HostState(HostFiles):
         return tuple(sorted(bus_ids, key=bus_order))
 
     def gpu_name(self, bus_id: str) -> str:
-        """Return a GPU's name, as `GPU 2 (0000:81:00.0)`."""
-        return f"GPU {self.gpus.index(bus_id)} ({bus_id})"
+        """Return a GPU's name with NVML's number, as `GPU 2 (0000:81:00.0)`."""
+        given = [gpu.bus_id for gpu in self.driver.gpus] or self.gpus
+        if bus_id not in given:
+            return f"a GPU that NVML does not show ({bus_id})"
+        return f"GPU {given.index(bus_id)} ({bus_id})"
 
     def ports_above(self, bus_id: str) -> tuple[str, ...]:
         """Return the PCI bridges above a device, the root port first."""
