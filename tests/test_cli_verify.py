@@ -111,7 +111,7 @@ def test_an_answer_under_variables_of_the_caller_is_said_to_be_for_jobs_with_the
 @pytest.mark.parametrize(
     ("graph", "code", "sentences"),
     [
-        (1.0, 0, "default NCCL wins: variables only 1.0"),
+        (1.0, 0, "default NCCL stays: variables only 1.0"),
         (1.0, 0, "the 95 % interval: variables only, the recommended choice"),
         (1.4, 1, "No to variables only, the recommended choice: the graph file wins"),
     ],

@@ -178,7 +178,7 @@ def test_jobs_decide_whether_large_buffers_are_harmless(plan, place, transferred
         .startswith(
             {
                 "large-buffers": "large buffers win",
-                "default": "default NCCL wins",
+                "default": "default NCCL stays",
                 "variables": "variables win",
             }[winner]
         )

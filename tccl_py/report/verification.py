@@ -70,12 +70,12 @@ def headline(result: Verification) -> tuple[str, str]:
 
 
 def _winner(result: Verification) -> str:
-    """Name the winner, with its speed or, if that is default NCCL, the speed of the others."""
+    """Name the winner, with its speed; where none may replace default NCCL, the speed of each."""
     where = _where(result)
     if result.winner != "default":
         return f"{WINS[result.winner]}: {result.best.large:.3f} times default NCCL {where}"
     ratios = [f"{CHOICE_WORDS[row.name]} {row.large:.3f}" for row in result.arms[1:] if row.rows]
-    text = WINS["default"] + (f": {', '.join(ratios)} times it {where}" if ratios else "")
+    text = "default NCCL stays" + (f": {', '.join(ratios)} times it {where}" if ratios else "")
     return text + (", but not shown to lose nothing" if any(map(_faster, result.arms[1:])) else "")
 
 
