@@ -1,6 +1,6 @@
-"""A SLURM of two nodes on this machine: real munged, slurmctld, slurmd and srun.
+"""A SLURM of several nodes on this machine: real munged, slurmctld, slurmd and srun.
 
-Each node's slurmd has a UTS namespace, and so a host name, of its own; both reach the controller
+Each node's slurmd has a UTS namespace, and so a host name, of its own; all reach the controller
 over the loopback interface. Debian has it as slurmctld, slurmd, slurm-client and munge; Open MPI's
 ranks meet by PMIx, for which SLURM loads the file libpmix.so of libpmix-dev.
 """
@@ -28,7 +28,7 @@ START_S = 60
 CONFIGURATION = """
 ClusterName=test
 SlurmctldHost=localhost(127.0.0.1)
-SlurmctldPort={ports[0]}
+SlurmctldPort={port}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
@@ -53,10 +53,9 @@ JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 SwitchType=switch/none
 PropagateResourceLimits=NONE
-NodeName=gpu01 NodeHostname=gpu01 NodeAddr=127.0.0.1 Port={ports[1]} CPUs={cpus} State=UNKNOWN
-NodeName=gpu02 NodeHostname=gpu02 NodeAddr=127.0.0.1 Port={ports[2]} CPUs={cpus} State=UNKNOWN
-PartitionName=all Nodes=gpu01,gpu02 Default=YES MaxTime=INFINITE State=UP
+PartitionName=all Nodes={names} Default=YES MaxTime=INFINITE State=UP
 """
+NODE = "NodeName={0} NodeHostname={0} NodeAddr=127.0.0.1 Port={1} CPUs={2} State=UNKNOWN\n"
 
 
 @dataclass(frozen=True)
@@ -108,42 +107,55 @@ class Slurm:
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory):
-    """SLURM, running; skips by name where it is not to be had."""
+    """SLURM, running, with a host name for each node."""
+    own_name = 'hostname "$0"; exec "$@"'
+    nodes = {name: ("unshare", "--uts", "sh", "-c", own_name, name) for name in NODES}
+    with running(tmp_path_factory.mktemp("slurm"), nodes) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def running(folder, nodes):
+    """SLURM of nodes by name, each with the words before the command of its slurmd.
+
+    Skips by name where SLURM is not to be had.
+    """
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
         pytest.skip(f"needs SLURM on this machine: {', '.join(missing)} not installed")
     if os.geteuid() != 0:
         pytest.skip("needs root to give SLURM's nodes host names")
-    folder = tmp_path_factory.mktemp("slurm")
     made = Slurm(folder)
-    for name in ("state", *(f"{kind}.{node}" for kind in ("spool", "tmp") for node in NODES)):
+    for name in ("state", *(f"{kind}.{node}" for kind in ("spool", "tmp") for node in nodes)):
         (folder / name).mkdir()
-    (folder / "slurm.conf").write_text(
-        CONFIGURATION.format(folder=folder, ports=free_ports(3), cpus=CPUS)
-    )
+    controller, *ports = free_ports(1 + len(nodes))
+    text = CONFIGURATION.format(folder=folder, port=controller, names=",".join(nodes))
+    text += "".join(NODE.format(*node, CPUS) for node in zip(nodes, ports, strict=True))
+    (folder / "slurm.conf").write_text(text)
     with contextlib.ExitStack() as stack:
-        for command in daemons(folder):
-            log = stack.enter_context((folder / f"{command[0]}.out").open("a"))
+        for name, command in daemons(folder, nodes).items():
+            log = stack.enter_context((folder / f"{name}.out").open("a"))
             one = subprocess.Popen(command, env=made.environment, stdout=log, stderr=log)
             stack.callback(stop, one)
-            if command[0] == "munged":
-                until((folder / "munge.sock").exists, "munged", folder)
-        until(lambda: idle(made) == len(NODES), "SLURM", folder)
+            if name == "munged":
+                until((folder / "munge.sock").exists, name, folder)
+        until(lambda: idle(made) == len(nodes), "SLURM", folder)
         yield made
 
 
-def daemons(folder):
+def daemons(folder, nodes):
     key = folder / "munge.key"
     key.write_bytes(os.urandom(1024))
     key.chmod(0o400)
     names = {"key-file": key, "seed-file": folder / "munged.seed"}
     names |= {"socket": folder / "munge.sock", "pid-file": folder / "munged.pid"}
     options = [f"--{name}={path}" for name, path in names.items()]
-    yield ["munged", "--foreground", "--force", *options]
-    yield ["slurmctld", "-D", "-f", str(folder / "slurm.conf")]
-    for node in NODES:
-        daemon = f'hostname {node}; exec slurmd -D -N {node} -f "{folder}/slurm.conf"'
-        yield ["unshare", "--uts", "sh", "-c", daemon]
+    conf = ("-D", "-f", str(folder / "slurm.conf"))
+    return {
+        "munged": ("munged", "--foreground", "--force", *options),
+        "slurmctld": ("slurmctld", *conf),
+        **{name: (*before, "slurmd", *conf, "-N", name) for name, before in nodes.items()},
+    }
 
 
 def idle(made):
