@@ -1,7 +1,6 @@
 """`tccl verify`: what it refuses, prints, keeps and answers; jobs are stand-ins."""
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -23,7 +22,7 @@ from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.workloads.workload import Workload, WorkloadRow, write_workload
 from tests.planned import as_only
 from tests.test_json_page import same_keys
-from tests.verified import FakeJobs, by_plan, by_variables, changed, without_gpus
+from tests.verified import FakeJobs, Interrupting, by_plan, by_variables, changed, without_gpus
 
 NAME = "intel-v100"
 KEYS = [
@@ -225,19 +224,6 @@ def test_tuning_rewrites_a_plan_where_other_settings_are_faster(place, jobs):
     assert {one.arm for one in kept.tried} == {"default", "variables", "graph"}
     assert kept.judged.environment["NCCL_GRAPH_FILE"] == str(place / "nccl" / "graph.xml")
     assert tccl("show", place).exit_code == 0
-
-
-class Interrupting(FakeJobs):
-    """Stand-ins of which one, or the first of a kind, sends a signal to the command."""
-
-    def __init__(self, *, number, at, ratio=1.3, noise=0.005):
-        super().__init__(by_plan(lambda size: ratio), noise=noise)
-        self._number, self._at = number, at
-
-    def one(self, spec, environment):
-        if self._at(len(self.jobs)):
-            os.kill(os.getpid(), self._number)
-        return super().one(spec, environment)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import signal
 from itertools import permutations
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from tccl_py.report.verification import evaluation_facts, evaluation_json
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tests.planned import FOUR_GPUS, as_only, plan_of
-from tests.verified import FakeJobs, by_plan, dry_run
+from tests.verified import FakeJobs, Interrupting, by_plan, dry_run
 
 NAME = "intel-v100"
 
@@ -206,6 +207,17 @@ def test_sets_that_the_time_does_not_suffice_for_are_named(place, jobs):
     assert {len(c["gpus"]) for c in found["cells"]} == {4}
     assert found["left_out"] == ["GPUs 0,1,2", "GPUs 0,1"]
     assert "3 sets of GPUs in about" in done.stderr
+
+
+def test_an_interrupted_evaluation_writes_nothing_and_says_so(place, jobs, monkeypatch):
+    jobs(by_plan(lambda size: 1.0))
+    before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
+    fake = Interrupting(number=signal.SIGINT, at=lambda count: count == 4)
+    monkeypatch.setattr(module, "LocalRunner", lambda server: fake)
+    found = tccl("evaluate", place, "--backend", "host", "--gpus-per-job", "4")
+    assert (found.exit_code, found.stdout) == (130, "")
+    assert "interrupted: no results were written" in found.stderr
+    assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file()} == before
 
 
 def test_sets_of_gpus_that_get_default_nccl_by_every_choice_are_named_and_run_no_jobs(place, jobs):

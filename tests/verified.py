@@ -158,3 +158,16 @@ def changed(struct, **changes):
 def rings_in_log(plan, graphs, log, variables):
     """The comparison of a log with a plan whose graph files have these texts."""
     return rings_found(plan, target_of(plan, Path(), graphs).verdict, log, variables)
+
+
+class Interrupting(FakeJobs):
+    """Stand-ins of which one, or the first of a kind, sends a signal to the command."""
+
+    def __init__(self, *, number, at, ratio=1.3, noise=0.005):
+        super().__init__(by_plan(lambda size: ratio), noise=noise)
+        self._number, self._at = number, at
+
+    def one(self, spec, environment):
+        if self._at(len(self.jobs)):
+            os.kill(os.getpid(), self._number)
+        return super().one(spec, environment)

@@ -24,7 +24,7 @@ from tccl_py.cli.process import (
     print_json,
     write_result,
 )
-from tccl_py.errors import InputError
+from tccl_py.errors import InputError, Terminated
 from tccl_py.experiments.collectives import PROGRAMS, Collective
 from tccl_py.experiments.comparison import LEAST_ROUNDS, MAX_ROUNDS
 from tccl_py.experiments.evaluation import EVALUATED, EVALUATED_DRY
@@ -214,7 +214,13 @@ def evaluate(
     check_result_file("--csv", csv)
     with _job_options(directory, backend, pin_env) as launcher:
         by_model = backend is None
-        result = evaluate_plan(directory, budget, launcher, gpus=gpus_per_job, by_model=by_model)
+        try:
+            result = evaluate_plan(
+                directory, budget, launcher, gpus=gpus_per_job, by_model=by_model
+            )
+        except (KeyboardInterrupt, Terminated):
+            notice(f"interrupted: no results were written, nothing in {directory} was changed")
+            raise
     asked = budget != replace(usual, collectives=budget.collectives)
     if result.simulated and (sizes is not None or pin_env or asked):
         notice("--sizes and options of jobs are without effect: a model rates large messages alone")
