@@ -30,14 +30,13 @@ PAGE, README = ROOT / "docs/results.md", ROOT / "README.md"
 IN_README: tuple[tuple[str, ChoiceName], ...] = (
     ("h200x4-vm-no-p2p-large-buffers", "large-buffers"),
     ("h200x4-vm-no-p2p-large-buffers", "variables"),
-    ("h200x2-vm-no-p2p-tuned", "graph"),
+    ("h200x2-vm-no-p2p-usual", "large-buffers"),
     ("h200x4-vm", "graph"),
     ("h200x2-vm", "graph"),
 )
 """Files, and the choice whose speed is told."""
 DISPUTED = "h200x4-vm"
 """Of two runs of this machine the other one recommended default NCCL (docs/results/h200x4.md)."""
-TRANSFERS = ROOT / "tests/cases/workloads/h200-no-p2p-transfers.json"
 _SHOWN = 60
 
 
@@ -106,24 +105,10 @@ def front_row(name: str, choice: ChoiceName) -> str:
     if name == DISPUTED:
         ratio = f"no change: {ratio.replace('*', '')} in one run, not in another"
     cells = [_cell(gpus), ratio, _rates(default, arm), _cell(_choice(default, arm))]
-    return "| " + " | ".join([*cells, _transfers(arm, no_p2p=no_p2p)]) + " |"
-
-
-def _transfers(arm: ArmRow, *, no_p2p: bool) -> str:
-    """Return what a choice does to other collectives of many bytes.
-
-    Files of earlier versions do not tell: on two GPUs without P2P that was timed apart.
-    """
-    # The largest size comes last.
+    # The largest size comes last; files of earlier versions do not tell.
     ratios = {row.collective: row.ratio for row in arm.transfers if not row.groups}
-    if ratios:
-        return f"{ratios['send_recv']:.2f}, {ratios['all_to_all']:.2f}"
-    if not no_p2p:
-        return "not measured"
-    for case in msgspec.json.decode(TRANSFERS.read_bytes())["ratios"]:
-        ratios[case["collective"]] = case["ratio"]
-    words = f"{ratios['send_recv']:.2f}, {ratios['all_to_all']:.2f}"
-    return f"{words} ([2x H200](docs/results/h200x2.md))"
+    told = f"{ratios['send_recv']:.2f}, {ratios['all_to_all']:.2f}" if ratios else "not measured"
+    return "| " + " | ".join([*cells, told]) + " |"
 
 
 def _with_rows(page: Path, columns: int, rows: Sequence[str]) -> str:
