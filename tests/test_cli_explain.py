@@ -171,3 +171,14 @@ def test_a_simulated_plan_over_unlike_hosts_is_explained_by_the_model_of_each(tm
     rings = json.loads(done("explain", tmp_path, "--json").stdout)["rings"]
     assert [one["node_class"] for one in rings] == ["four", "pair"]
     assert not (tmp_path / "measurements.jsonl").exists()
+
+
+def test_rings_that_differ_from_default_nccls_by_channels_alone_are_said_to(tmp_path, monkeypatch):
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    words = ("--simulate", "h200x4-vm", "--pin-env", "NCCL_P2P_DISABLE")
+    done("plan", tmp_path / "plan", *words)
+    said = done("explain", tmp_path / "plan").stdout
+    assert (
+        "the plan's rings are default NCCL's, with 8 channels of 1 MiB in place of 4 of 4 MiB"
+        in " ".join(said.split())
+    )

@@ -16,6 +16,7 @@ from tccl_py.errors import (
     check_type,
     counted,
     require,
+    size_text,
 )
 from tccl_py.explanation.causes import (
     HURT,
@@ -45,7 +46,7 @@ from tccl_py.explanation.paths import Paths, Shared, collapse_patterns
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.rings import bounce, direct_read, direct_write, ring_like, ring_set
 from tccl_py.model.symmetry import automorphisms
-from tccl_py.model.transfer import Flow, TransferSet, transfer_set
+from tccl_py.model.transfer import Fifo, Flow, TransferSet, transfer_set
 from tccl_py.nccl.settings import pinned_level
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.view import direct_pairs, view
@@ -150,6 +151,7 @@ def explain(
         pitfalls += host.pitfalls([finding for ring in explanations for finding in ring.findings])
         rings += explanations
     explains_default = any(subject.name == "stock" for subject in chosen)
+    notices = _other_channels(*chosen[:2]) if explains_default else (_NO_DEFAULT,)
     return Explanation(
         machine=", ".join(part.machine.name for part in plan.cluster.classes),
         simulated=hosts[0].prober.source.simulated,
@@ -158,8 +160,25 @@ def explain(
         rings=tuple(rings),
         pitfalls=tuple(sorted(pitfalls, key=lambda finding: -finding.slowdown)[:most]),
         sets_measured=sum(host.prober.allowance.spent for host in hosts),
-        notices=() if explains_default else (_NO_DEFAULT,),
+        notices=tuple(notices),
     )
+
+
+def _other_channels(planned: RingFlows, default: RingFlows) -> Iterator[str]:
+    """Yield what a plan changes where its rings are default NCCL's: channels and buffers."""
+    if sorted(map(_hop, planned.flows)) == sorted(map(_hop, default.flows)):
+        (ours, own), (theirs, others) = (
+            (flow.blocks, size_text((flow.fifo or Fifo()).bytes))
+            for flow in (planned.flows[0], default.flows[0])
+        )
+        yield (
+            f"the plan's rings are default NCCL's, with {ours} channels of {own} in place of "
+            f"{theirs} of {others}"
+        )
+
+
+def _hop(flow: Flow) -> str:
+    return str(Flow(flow.transfers))
 
 
 class _ClassExplainer:
