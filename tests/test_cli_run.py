@@ -89,6 +89,16 @@ def test_env_names_what_contradicts_the_plan_and_is_not_replaced_by_what_it_expo
     assert "NCCL_SHM_DISABLE" in errors(NCCL_SHM_DISABLE="1")
     for replaced in ({"NCCL_GRAPH_FILE": "/other"}, {"NCCL_BUFFSIZE": "65536"}, {}):
         assert errors(**replaced) == ""
+    assert "your environment has NCCL_ALGO: jobs may run other" in errors(NCCL_ALGO="Tree")
+
+
+def test_a_users_choice_of_algorithm_or_channels_stays_and_is_said(directory):
+    words = (directory, "--choice", "graph")
+    done = run(*words, "--", "env", NCCL_ALGO="Tree", NCCL_MAX_NCHANNELS="2", NCCL_DEBUG="WARN")
+    assert "NCCL_ALGO=Tree" in done.stdout and "NCCL_GRAPH_FILE" in done.stdout
+    assert "your environment has NCCL_ALGO, NCCL_MAX_NCHANNELS: jobs may run" in done.stderr
+    # Default NCCL runs what its user chose without a plan, too.
+    assert run(directory, "--choice", "default", "--", "true", NCCL_ALGO="Tree").stderr == ""
 
 
 def test_a_job_that_sees_some_of_the_gpus_gets_no_graph_file_of_all(directory, tmp_path):

@@ -21,6 +21,7 @@ from tccl_py.delivery.placement import prefer_numa_node
 from tccl_py.errors import InputError, require
 from tccl_py.files import picked
 from tccl_py.nccl.settings import GRAPH_VARIABLE, env_conflicts, export_lines
+from tccl_py.nccl.variables import CHOOSING_VARIABLES
 from tccl_py.nccl_conf import settings_of_files
 from tccl_py.plan.chains import CHOICES, ChoiceName
 from tccl_py.plan.plan import Plan
@@ -77,6 +78,7 @@ def env(
             notice(
                 f"your environment has another {conflicts}, which contradicts the plan: remove it"
             )
+    _warn_of_choices(plan, delivery)
     if json:
         state = {"off": delivery.disabled} if delivery.disabled else {"choice": delivery.choice}
         marks = picked(plan, "simulated", "dry_run")
@@ -143,13 +145,15 @@ def run(
             choice = _choice_for(workload, Path(directory), choice)
         except InputError as error:
             notice(f"by the plan's recommendation: {error}")
-    _, delivery = _delivery(Path(directory), request, gpus=gpus, choice=choice)
+    plan, delivery = _delivery(Path(directory), request, gpus=gpus, choice=choice)
     variables, node = delivery.variables, delivery.numa_id
     conflicts = "" if plugin or not variables else _conflicts(delivery, os.environ)
     if conflicts:
         notice(f"the plan is disabled, as your environment has another {conflicts}")
         variables = {}
-    elif node is not None:
+    else:
+        _warn_of_choices(plan, delivery)
+    if not conflicts and node is not None:
         why = prefer_numa_node(node)
         done = f"all memory of this rank is on NUMA node {node} by preference"
         notice(f"NUMA node {node} cannot be preferred: {why}" if why else done)
@@ -160,6 +164,17 @@ def run(
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     with _startable(words):
         os.execvpe(words[0], words, {**variables, **os.environ})
+
+
+def _warn_of_choices(plan: Plan, delivery: Delivery) -> None:
+    """Say which variables here choose for NCCL, as they did not when the plan was judged."""
+    own = {*plan.pinned_env, *delivery.variables}
+    names = [name for name in CHOOSING_VARIABLES if name in os.environ and name not in own]
+    if names and delivery.variables:
+        notice(
+            f"your environment has {', '.join(names)}: jobs may run other algorithms, protocols "
+            "or channels than the plan was judged by"
+        )
 
 
 def _conflicts(delivery: Delivery, environment: Mapping[str, str]) -> str:

@@ -25,6 +25,11 @@ HOST_VARIABLES = (
     "NCCL_MULTI_RANK_GPU_ENABLE",
 )
 """Variables for what a host has, allows or forbids; the jobs of `tccl verify` inherit them."""
+CHOOSING_VARIABLES = (
+    "NCCL_ALGO", "NCCL_PROTO", "NCCL_MAX_NCHANNELS", "NCCL_MAX_CTAS", "NCCL_MIN_NCHANNELS",
+    "NCCL_MIN_CTAS", "NCCL_NTHREADS", "NCCL_THREAD_THRESHOLDS",
+)  # fmt: skip
+"""Variables that take the choice of algorithms, protocols or channels away from NCCL."""
 _SET = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,99})=(.*)", re.ASCII | re.DOTALL)
 _LEVEL_NAMES = ("NCCL_P2P_LEVEL", "NCCL_NET_GDR_LEVEL")
 _UNFOLLOWED = (
