@@ -114,6 +114,11 @@ def test_a_job_over_half_of_the_gpus_runs_the_rings_planned_for_it_by_the_plugin
     build_plugin(place / "nccl")
     answers, log = all_reduce(job, place, tmp_path)
     assert all(answer["right"] for answer in answers)
+    assert_rings_by_the_plugin(job, log)
+
+
+def assert_rings_by_the_plugin(job, log):
+    """The one communicator in rank 0's log has the rings of a job's plan."""
     assert log.count("tccl: rank 0 of") == 1
     (rings,) = parse_log(log, where="rank 0").communicators
     wanted = job.channel_rings

@@ -10,13 +10,19 @@ import sys
 import msgspec
 import pytest
 
-from tccl_py.nccl.communicators import parse_log, same_rings
 from tccl_py.nccl.plugin.build import build_plugin
 from tccl_py.plan.directory import write_new_plan
 from tccl_py.plan.load import load_plan
 from tests import slurm as slurm_here
 from tests.gpu.ranks import REPOSITORY, SHARE
-from tests.gpu.test_hosts_of_virtual_gpus import AGENT, HOSTS, INTERFACE, NAMES, TIME
+from tests.gpu.test_hosts_of_virtual_gpus import (
+    AGENT,
+    HOSTS,
+    INTERFACE,
+    NAMES,
+    TIME,
+    assert_rings_by_the_plugin,
+)
 
 pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(240)]
 TCCL = (AGENT, "--rank", sys.executable, "-m", "tccl_py")
@@ -75,10 +81,4 @@ def test_a_job_that_srun_starts_in_the_plans_order_runs_its_rings(slurm, planned
     assert ran.code == 0, ran.stderr[-3000:]
     answers = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
     assert len(answers) == ranks and all(answer["right"] for answer in answers)
-    text = (tmp_path / "log0").read_text()
-    assert text.count("tccl: rank 0 of") == 1
-    (rings,) = parse_log(text, where="rank 0").communicators
-    wanted = job.channel_rings
-    assert rings
-    for number, ring in enumerate(rings):
-        assert same_rings(ring, wanted[number % len(wanted)]), (number, ring, wanted)
+    assert_rings_by_the_plugin(job, (tmp_path / "log0").read_text())
