@@ -4,14 +4,15 @@ import contextlib
 import os
 import time
 
+import numpy as np
 import pytest
 
 from tccl_profiler import session as session_module
 from tccl_profiler.compiler import program_for
-from tccl_profiler.execution import RunSpec
+from tccl_profiler.execution import Execution, RunSpec
 from tccl_profiler.linux import host_fingerprint, host_machine
-from tccl_profiler.messages import DeviceSpec, Pace
-from tccl_profiler.pool import Memory, Pool
+from tccl_profiler.messages import DeviceSpec, Pace, WorkerLost
+from tccl_profiler.pool import Memory, Pool, Timeouts
 from tccl_profiler.precision import Stopping
 from tccl_profiler.profiler import Profiler
 from tccl_profiler.program import COUNTER_AREA_BYTES
@@ -389,3 +390,21 @@ def test_a_journal_is_of_the_whole_machine_whichever_devices_are_measured():
     assert (header.machine, header.simulated) == ("host-4", False)
     assert "GPUs a, b, c, d" in header.identity
     assert Session(machine, print_, backend="host", options=options()).header == header
+
+
+def test_blocks_that_do_not_start_are_counted(monkeypatch):
+    """As where another program has some of a GPU's multiprocessors."""
+    records = Execution._records
+
+    def half(execution, repeat):
+        views = records(execution, repeat)
+        return views | {"G1": np.concatenate((views["G1"][:1], np.zeros_like(views["G1"][1:])))}
+
+    soon = Timeouts(start_s=60.0, answer_s=1.5, lanes_s=1.5, stop_s=1.0)
+    with pool_of(timeouts=soon) as pool:
+        program = program_for(parse_set("G0->G0->C0->G1->G1{blocks=2}"), lanes=pool.lanes)
+        monkeypatch.setattr(Execution, "_records", half)
+        with pytest.raises(
+            WorkerLost, match=r"^G1 \([01] of 2\) did not start all blocks"
+        ):
+            pool.run(program, RunSpec(repeats=1, warm_us=0.0, window_us=1e3))

@@ -205,7 +205,12 @@ class Execution:
             there = (views[device]["resident"] == number).all()
             return bool(there and all(row[0] for row in stamps[device]))
 
-        self._until(resident, self.timeouts.lanes_s, "did not start all blocks of a set")
+        def started(worker: WorkerProcess) -> str:
+            blocks = views[worker.spec.device]["resident"] == number
+            return f" ({blocks.sum()} of {len(blocks)})"
+
+        failure = "did not start all blocks of a set"
+        self._until(resident, self.timeouts.lanes_s, failure, started)
 
     def release(self, repeat: int, at_ns: int | None = None) -> int:
         """Release a repeat at `at_ns` of CLOCK_MONOTONIC or now; return the time after."""
@@ -304,7 +309,11 @@ class Execution:
         self._until(done, patience_s, failure)
 
     def _until(
-        self, satisfied: Callable[[WorkerProcess], bool], limit_s: float, failure: str
+        self,
+        satisfied: Callable[[WorkerProcess], bool],
+        limit_s: float,
+        failure: str,
+        state: Callable[[WorkerProcess], str] = lambda _: "",
     ) -> None:
         """Wait until all workers satisfy a condition, checking now and then for deaths."""
         begun = looked = time.monotonic()
@@ -315,7 +324,7 @@ class Execution:
                 looked = time_s
             if time_s - begun > limit_s:
                 late = [worker for worker in self.workers if not satisfied(worker)]
-                names = ", ".join(worker.spec.device for worker in late or self.workers)
+                names = ", ".join(one.spec.device + state(one) for one in late or self.workers)
                 raise WorkerLost(f"{names} {failure} within {limit_s:.1f} s")
             if time_s - begun > 0.00005:
                 # A worker may need this core, the more so the longer it takes.
