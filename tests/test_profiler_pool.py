@@ -404,7 +404,5 @@ def test_blocks_that_do_not_start_are_counted(monkeypatch):
     with pool_of(timeouts=soon) as pool:
         program = program_for(parse_set("G0->G0->C0->G1->G1{blocks=2}"), lanes=pool.lanes)
         monkeypatch.setattr(Execution, "_records", half)
-        with pytest.raises(
-            WorkerLost, match=r"^G1 \([01] of 2\) did not start all blocks"
-        ):
+        with pytest.raises(WorkerLost, match=r"^G1 \([01] of 2\) did not start all blocks"):
             pool.run(program, RunSpec(repeats=1, warm_us=0.0, window_us=1e3))
