@@ -107,11 +107,11 @@ BAD = {
     ),
     "NaN noise": (
         ("measure", SET, *ON, "--noise", "nan"),
-        "noise: is nan; 0 to 1",
+        "--noise: is nan; 0 to 1",
     ),
     "unknown backend": (
         ("measure", SET, "--backend", "rocm"),
-        "backend 'rocm': is not known; one of cuda, host",
+        "--backend 'rocm': is not known; one of cuda, host",
     ),
     "a model and a backend": (
         ("measure", SET, *ON, "--backend", "cuda"),
@@ -162,7 +162,7 @@ BAD = {
         ("validate", GRAPH, *OF, "--gpus", "all"),
         "--gpus 'all'",
     ),
-    "no nodes": (("validate", GRAPH, *OF, "--nodes", "0"), "nodes: is 0; 1 to 65536"),
+    "no nodes": (("validate", GRAPH, *OF, "--nodes", "0"), "--nodes: is 0; 1 to 65536"),
     "no version": (
         ("validate", GRAPH, *OF, "--nccl", "new"),
         "NCCL version 'new'",
@@ -502,12 +502,12 @@ def test_a_plan_written_from_python_is_not_told_of_an_option_of_commands(tmp_pat
 
 @pytest.mark.parametrize("repeats", ["x", 1])
 def test_repeats_that_give_no_interval_are_refused_where_they_are_named(repeats):
-    with pytest.raises(InputError, match=f"repeats: is {repeats}; 6 or more"):
+    with pytest.raises(InputError, match=f"`repeats`: is {repeats}; 6 or more"):
         MeasurementOptions(repeats=repeats)
 
 
 def test_a_target_that_is_no_number_is_refused():
-    with pytest.raises(InputError, match="target: is None"):
+    with pytest.raises(InputError, match="`target`: is None"):
         MeasurementOptions(target=None)
 
 

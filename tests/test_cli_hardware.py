@@ -71,13 +71,13 @@ def test_without_a_driver_the_ways_out_are_named(monkeypatch):
 
 
 BAD = {
-    "backend": (("--backend", "rocm"), "backend 'rocm': is not known; one of cuda, host"),
-    "devices of GPUs": (("--devices", "2"), "devices: are of the host backend"),
+    "backend": (("--backend", "rocm"), "--backend 'rocm': is not known; one of cuda, host"),
+    "devices of GPUs": (("--devices", "2"), "--devices: are of the host backend"),
     "one device": (("--backend", "host", "--devices", "1"), "host machine: has 1 device; 2 to"),
     "many devices": (("--backend", "host", "--devices", "9999"), "host machine: has 9999 devices"),
-    "no target": (("--target", "0"), "target: is 0.0; above 0 and at most 1"),
-    "NaN target": (("--target", "nan"), "target: is nan; above 0"),
-    "large target": (("--target", "2"), "target: is 2.0; above 0 and at most 1"),
+    "no target": (("--target", "0"), "--target: is 0.0; above 0 and at most 1"),
+    "NaN target": (("--target", "nan"), "--target: is nan; above 0"),
+    "large target": (("--target", "2"), "--target: is 2.0; above 0 and at most 1"),
     "noise": (("--noise", "0"), "--noise without --simulate: is about models; add --simulate MA"),
     "seed": (("--seed", "0"), "--seed without --simulate: is about models"),
     "target of a model": (
@@ -86,7 +86,7 @@ BAD = {
     ),
 }
 OF_MEASURE = {
-    "meeting": (("--meeting", "x"), "meeting 'x': is not known"),
+    "meeting": (("--meeting", "x"), "--meeting 'x': is not known"),
     "check of a model": (
         ("--simulate", SMALL, "--check"),
         "--check beside --simulate: is about hardware",

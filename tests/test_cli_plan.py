@@ -255,7 +255,7 @@ BAD = {
     ),
     "a missing list of hosts": (("--hosts", "nope.txt"), "--hosts 'nope.txt': is no file"),
     "a missing folder of lists": (("--hosts", "lists/a"), "--hosts 'lists/a': is no file"),
-    "NaN noise": (("--noise", "nan"), "noise: is nan; 0 to 1"),
+    "NaN noise": (("--noise", "nan"), "--noise: is nan; 0 to 1"),
     "a strategy": (
         ("--strategy", "x"),
         "strategy 'x': is not known",

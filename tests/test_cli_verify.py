@@ -426,7 +426,7 @@ def test_settings_under_which_the_job_fails_are_told(place, jobs):
         (("--choice", "rings"), "--choice 'rings': is not known; one of large-buffers, variables"),
         (("--choice", "graph", "--tune"), "--choice with --tune: contradict"),
         (("--collective", "sum"), "--collective 'sum': is not known; one of all_reduce,"),
-        (("--backend", "tpu"), "backend 'tpu': is not known; one of cuda, host"),
+        (("--backend", "tpu"), "--backend 'tpu': is not known; one of cuda, host"),
         (("--pin-env", "PATH"), "--pin-env 'PATH': is no NCCL variable"),
         (("--pin-env", "NCCL_GRAPH_FILE"), "--pin-env NCCL_GRAPH_FILE: is what is compared"),
         (("--pin-env", "NCCL_CONF_FILE"), "--pin-env NCCL_CONF_FILE: is set by the jobs"),

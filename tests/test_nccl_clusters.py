@@ -332,5 +332,5 @@ def test_a_job_of_forty_classes_and_a_thousand_nodes_is_judged_with_few_calls():
 
 
 def test_a_job_has_nodes():
-    with pytest.raises(InputError, match="nodes: is 0; 1 to 65536"):
+    with pytest.raises(InputError, match="`nodes`: is 0; 1 to 65536"):
         validate_cluster([])

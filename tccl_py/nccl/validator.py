@@ -127,7 +127,7 @@ def _failed(crash: bool, reason: str) -> Verdict:
 
 
 def _check_count(nodes: int) -> None:
-    require(1 <= nodes <= MAX_NODES, "nodes", f"is {nodes}", f"1 to {MAX_NODES}")
+    require(1 <= nodes <= MAX_NODES, "`nodes`", f"is {nodes}", f"1 to {MAX_NODES}")
 
 
 class _LoadedNode:

@@ -306,8 +306,8 @@ class Simulator:
         check_type(seed, "seed", int)
         # The comparison is written so that NaN fails it.
         right = "0 to 1, the standard deviation of a sample"
-        require(0.0 <= noise <= 1.0, "noise", f"is {noise}", right)
-        require(seed >= 0, "seed", f"is {seed}", "0 or more")
+        require(0.0 <= noise <= 1.0, "`noise`", f"is {noise}", right)
+        require(seed >= 0, "`seed`", f"is {seed}", "0 or more")
         self.model = model
         self.noise = noise
         self.seed = seed

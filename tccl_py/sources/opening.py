@@ -67,10 +67,12 @@ def open_source(
     check_type(options, "options", MeasurementOptions, type(None))
     check_type(journal, "journal", str, Path, type(None))
     is_own_host = machine is None or (backend is None and devices is None)
-    require(is_own_host, "backend, devices", "are of this host", "leave them out beside a machine")
+    require(
+        is_own_host, "`backend`, `devices`", "are of this host", "leave them out beside a machine"
+    )
     simulated = isinstance(machine, (str, Path, MachineModel))
-    require(not simulated or options is None, "options", "are of hardware", "leave them out")
-    require(simulated or noise == seed == 0, "noise, seed", "are of models", "leave them out")
+    require(not simulated or options is None, "`options`", "are of hardware", "leave them out")
+    require(simulated or noise == seed == 0, "`noise`, `seed`", "are of models", "leave them out")
     # A folder here may have the name of a bundled model.
     is_named = isinstance(machine, str) and machine in bundled_names()
     if isinstance(machine, (str, Path)) and not is_named and os.path.isdir(machine):  # noqa: PTH112

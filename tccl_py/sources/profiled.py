@@ -97,11 +97,11 @@ class MeasurementOptions(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         # The comparison is written so that NaN fails it.
         if not (isinstance(self.target, (int, float)) and 0 < self.target <= 1):
-            raise InputError("target", f"is {self.target}", "above 0 and at most 1, as 0.01")
+            raise InputError("`target`", f"is {self.target}", "above 0 and at most 1, as 0.01")
         good = isinstance(self.repeats, int) and self.repeats >= LEAST_REPEATS
-        require(good, "repeats", f"is {self.repeats}", f"{LEAST_REPEATS} or more, as 30")
+        require(good, "`repeats`", f"is {self.repeats}", f"{LEAST_REPEATS} or more, as 30")
         if self.meeting not in get_args(FlowCoupling):
-            where = f"meeting {self.meeting[:20]!r}"
+            where = f"`meeting` {self.meeting[:20]!r}"
             raise InputError(where, "is not known", f"one of {', '.join(get_args(FlowCoupling))}")
 
     @property
@@ -163,9 +163,9 @@ def check_backend(backend: str | None, devices: int | None = None) -> Backend:
     """Return the backend of a name; None is `cuda`. Refuse a number of devices beside GPUs."""
     if backend not in (None, *get_args(Backend)):
         backends = ", ".join(get_args(Backend))
-        raise InputError(f"backend {str(backend)[:20]!r}", "is not known", f"one of {backends}")
+        raise InputError(f"`backend` {str(backend)[:20]!r}", "is not known", f"one of {backends}")
     if devices is not None and backend != "host":
-        raise InputError("devices", "are of the host backend", "choose backend host")
+        raise InputError("`devices`", "are of the host backend", "choose `backend` host")
     return "host" if backend == "host" else "cuda"
 
 
