@@ -107,8 +107,10 @@ def front_row(name: str, choice: ChoiceName) -> str:
     cells = [_cell(gpus), ratio, _rates(default, arm), _cell(_choice(default, arm))]
     # The largest size comes last; files of earlier versions do not tell.
     ratios = {row.collective: row.ratio for row in arm.transfers if not row.groups}
-    told = f"{ratios['send_recv']:.2f}, {ratios['all_to_all']:.2f}" if ratios else "not measured"
-    return "| " + " | ".join([*cells, told]) + " |"
+    transfers = "not measured"
+    if ratios:
+        transfers = f"{ratios['send_recv']:.2f}, {ratios['all_to_all']:.2f}"
+    return "| " + " | ".join([*cells, transfers]) + " |"
 
 
 def _with_rows(page: Path, columns: int, rows: Sequence[str]) -> str:

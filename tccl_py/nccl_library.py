@@ -275,8 +275,8 @@ def _of_packages(names: Sequence[str]) -> InstalledNccl | None:
             continue
         # Packages put the library in one place, and users another one: it says itself which it is.
         library = Path(str(package.locate_file(_PACKAGE_PLACE / NAME)))
-        asked = _asked_version(str(library)) if library.is_file() else ""
-        if match := _NUMBER.match(asked or package.version):
+        version = _asked_version(str(library)) if library.is_file() else ""
+        if match := _NUMBER.match(version or package.version):
             return InstalledNccl(version=match[0], source=f"of the package {name}")
     return None
 

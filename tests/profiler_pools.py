@@ -23,6 +23,7 @@ LONG_S = 30.0
 SMALL = Memory(arena_bytes=2 << 20, user_bytes=1 << 20)
 PATIENT = Timeouts(start_s=100.0, answer_s=LONG_S, lanes_s=LONG_S, stop_s=10.0)
 """A worker that is only slow is let be."""
+SOON = Timeouts(start_s=60.0, answer_s=1.5, lanes_s=1.5, stop_s=1.0)
 LIMITS = WindowLimits(minimum_ms=1, maximum_ms=5)
 REPEATS = 3
 BOUNCE = parse_set("G0->G0->C0->G1->G1{blocks=1,fifo=256K}")

@@ -18,13 +18,14 @@ from tccl_profiler.compiler import program_for
 from tccl_profiler.execution import RunSpec
 from tccl_profiler.linux import host_fingerprint, host_machine
 from tccl_profiler.messages import Connection, FromWorker, WorkerLost
-from tccl_profiler.pool import Memory, Pool, Timeouts, WorkerProcess
+from tccl_profiler.pool import Memory, Pool, WorkerProcess
 from tccl_profiler.profiler import Profiler
 from tccl_profiler.session import Session
 from tccl_py.errors import MeasurementError
 from tests.profiler_pools import (
     BOUNCE,
     SMALL,
+    SOON,
     descriptors,
     is_running,
     measured_or_failed,
@@ -40,7 +41,6 @@ from tests.profiler_pools import (
 
 pytestmark = pytest.mark.timeout(120)
 
-SOON = Timeouts(start_s=60.0, answer_s=1.5, lanes_s=1.5, stop_s=1.0)
 LONG = RunSpec(repeats=1, warm_us=0.0, window_us=60e6)
 """Longer than any test: whoever runs it is stopped."""
 

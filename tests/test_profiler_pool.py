@@ -12,7 +12,7 @@ from tccl_profiler.compiler import program_for
 from tccl_profiler.execution import Execution, RunSpec
 from tccl_profiler.linux import host_fingerprint, host_machine
 from tccl_profiler.messages import DeviceSpec, Pace, WorkerLost
-from tccl_profiler.pool import Memory, Pool, Timeouts
+from tccl_profiler.pool import Memory, Pool
 from tccl_profiler.precision import Stopping
 from tccl_profiler.profiler import Profiler
 from tccl_profiler.program import COUNTER_AREA_BYTES
@@ -30,6 +30,7 @@ from tests.profiler_pools import (
     BOUNCE,
     REPEATS,
     SMALL,
+    SOON,
     moving,
     options,
     pool_of,
@@ -400,8 +401,7 @@ def test_blocks_that_do_not_start_are_counted(monkeypatch):
         views = records(execution, repeat)
         return views | {"G1": np.concatenate((views["G1"][:1], np.zeros_like(views["G1"][1:])))}
 
-    soon = Timeouts(start_s=60.0, answer_s=1.5, lanes_s=1.5, stop_s=1.0)
-    with pool_of(timeouts=soon) as pool:
+    with pool_of(timeouts=SOON) as pool:
         program = program_for(parse_set("G0->G0->C0->G1->G1{blocks=2}"), lanes=pool.lanes)
         monkeypatch.setattr(Execution, "_records", half)
         with pytest.raises(WorkerLost, match=r"^G1 \([01] of 2\) did not start all blocks"):

@@ -324,8 +324,8 @@ class Execution:
                 looked = time_s
             if time_s - begun > limit_s:
                 late = [worker for worker in self.workers if not satisfied(worker)]
-                names = ", ".join(one.spec.device + state(one) for one in late or self.workers)
-                raise WorkerLost(f"{names} {failure} within {limit_s:.1f} s")
+                names = (worker.spec.device + state(worker) for worker in late or self.workers)
+                raise WorkerLost(f"{', '.join(names)} {failure} within {limit_s:.1f} s")
             if time_s - begun > 0.00005:
                 # A worker may need this core, the more so the longer it takes.
                 time.sleep(0.00002 if time_s - begun < 0.002 else 0.0001)

@@ -124,7 +124,7 @@ struct Slice {
 // Read off its machine code, 2.18 to 2.30, sm 70 to 120, f32: two where the sum is kept as well, and
 // three to five where it is not.
 template <int Pass>
-constexpr int kAwaited = Pass == kAddKeepSend ? 2 : Pass == kAddSend && kUnroll > 4 ? 4 : kUnroll;
+constexpr int kAwaited = Pass == kAddKeepSend ? 2 : Pass == kAddSend ? 4 : kUnroll;
 
 // `Count` packs of one thread, a warp's width apart. Stores begin with the last pack: it is the last
 // to arrive, so no store goes out before all loads have come in.

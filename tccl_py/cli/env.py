@@ -153,10 +153,10 @@ def run(
         variables = {}
     else:
         _warn_of_choices(plan, delivery)
-    if not conflicts and node is not None:
-        why = prefer_numa_node(node)
-        done = f"all memory of this rank is on NUMA node {node} by preference"
-        notice(f"NUMA node {node} cannot be preferred: {why}" if why else done)
+        if node is not None:
+            why = prefer_numa_node(node)
+            done = f"all memory of this rank is on NUMA node {node} by preference"
+            notice(f"NUMA node {node} cannot be preferred: {why}" if why else done)
     flush_output(0)
     if record is not None:
         _record(words, variables, record)

@@ -24,7 +24,7 @@ from tccl_py.cli.process import (
     print_json,
     write_result,
 )
-from tccl_py.errors import InputError, Terminated
+from tccl_py.errors import InputError
 from tccl_py.experiments.collectives import PROGRAMS, Collective
 from tccl_py.experiments.comparison import LEAST_ROUNDS, MAX_ROUNDS
 from tccl_py.experiments.evaluation import EVALUATED, EVALUATED_DRY
@@ -218,7 +218,7 @@ def evaluate(
             result = evaluate_plan(
                 directory, budget, launcher, gpus=gpus_per_job, by_model=by_model
             )
-        except (KeyboardInterrupt, Terminated):
+        except KeyboardInterrupt:
             notice(f"interrupted: no results were written, nothing in {directory} was changed")
             raise
     asked = budget != replace(usual, collectives=budget.collectives)

@@ -166,19 +166,16 @@ def explain(
 
 def _other_channels(planned: RingFlows, default: RingFlows) -> Iterator[str]:
     """Yield what a plan changes where its rings are default NCCL's: channels and buffers."""
-    if sorted(map(_hop, planned.flows)) == sorted(map(_hop, default.flows)):
-        (ours, own), (theirs, others) = (
-            (flow.blocks, size_text((flow.fifo or Fifo()).bytes))
-            for flow in (planned.flows[0], default.flows[0])
-        )
+    if sorted(map(short, planned.flows)) == sorted(map(short, default.flows)):
+        ours, usual = planned.flows[0], default.flows[0]
         yield (
-            f"the plan's rings are default NCCL's, with {ours} channels of {own} in place of "
-            f"{theirs} of {others}"
+            f"the plan's rings are default NCCL's, with {ours.blocks} channels of {_buffer(ours)} "
+            f"in place of {usual.blocks} of {_buffer(usual)}"
         )
 
 
-def _hop(flow: Flow) -> str:
-    return str(Flow(flow.transfers))
+def _buffer(flow: Flow) -> str:
+    return size_text((flow.fifo or Fifo()).bytes)
 
 
 class _ClassExplainer:

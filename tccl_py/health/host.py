@@ -167,10 +167,10 @@ class HostState(HostFiles):
 
     def gpu_name(self, bus_id: str) -> str:
         """Return a GPU's name with NVML's number, as `GPU 2 (0000:81:00.0)`."""
-        given = [gpu.bus_id for gpu in self.driver.gpus] or self.gpus
-        if bus_id not in given:
+        numbered = [gpu.bus_id for gpu in self.driver.gpus] or self.gpus
+        if bus_id not in numbered:
             return f"a GPU that NVML does not show ({bus_id})"
-        return f"GPU {given.index(bus_id)} ({bus_id})"
+        return f"GPU {numbered.index(bus_id)} ({bus_id})"
 
     def ports_above(self, bus_id: str) -> tuple[str, ...]:
         """Return the PCI bridges above a device, the root port first."""

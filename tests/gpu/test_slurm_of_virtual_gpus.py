@@ -4,7 +4,6 @@
 """
 
 import json
-import socket
 import sys
 
 import msgspec
@@ -67,9 +66,7 @@ def test_a_job_that_srun_starts_in_the_plans_order_runs_its_rings(slurm, planned
     write_new_plan(job, place)
     build_plugin(place / "nccl")
     ranks = job.cluster.ranks
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = slurm_here.free_ports(1)
     program = f"{sys.executable} -m tests.gpu.collective $SLURM_PROCID {ranks} {port} 1048576 3"
     log = f"NCCL_DEBUG_FILE={tmp_path}/log$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID"
     script = f"{log} exec {' '.join(TCCL)} run {place} --plugin -- {program}"
