@@ -55,6 +55,8 @@ SwitchType=switch/none
 PropagateResourceLimits=NONE
 PartitionName=all Nodes={names} Default=YES MaxTime=INFINITE State=UP
 """
+CGROUPS = "CgroupPlugin=cgroup/v1\n"
+"""Nothing above uses any. A slurmd that looks which are mounted does not start where none is."""
 NODE = "NodeName={0} NodeHostname={0} NodeAddr=127.0.0.1 Port={1} CPUs={2} State=UNKNOWN\n"
 
 
@@ -132,6 +134,7 @@ def running(folder, nodes):
     text = CONFIGURATION.format(folder=folder, port=controller, names=",".join(nodes))
     text += "".join(NODE.format(*node, CPUS) for node in zip(nodes, ports, strict=True))
     (folder / "slurm.conf").write_text(text)
+    (folder / "cgroup.conf").write_text(CGROUPS)
     with contextlib.ExitStack() as stack:
         for name, command in daemons(folder, nodes).items():
             log = stack.enter_context((folder / f"{name}.out").open("a"))

@@ -53,6 +53,7 @@ from tccl_py.planning.planner import make_plan
 from tccl_py.rank_processes.tasks import RankOutput, RanksError
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
+from tccl_py.sources import profiled
 from tccl_py.sources.profiled import ProfilerSource
 from tests.nccl_cases import CASES, VERDICTS
 from tests.planned import needing_a_graph, plan_of
@@ -336,7 +337,7 @@ def test_a_measured_plan_has_nccls_own_rings_and_files_that_it_loads(monkeypatch
     monkeypatch.setattr("tccl_py.planning.installed_nccl.rings_here", lambda *_: rings)
     modes, prepared = [0, 0, 3, 0], []
     states = [(GpuConditions(gpu=gpu, compute_mode=mode), ()) for gpu, mode in enumerate(modes)]
-    monkeypatch.setattr(nccl_here, "conditions_of", lambda gpus: [states[gpu] for gpu in gpus])
+    monkeypatch.setattr(profiled, "conditions_of", lambda gpus: [states[gpu] for gpu in gpus])
     monkeypatch.setattr(ProfilerSource, "prepare", lambda _: prepared.append("workers"))
 
     def refused(variables, questions, **_):
@@ -370,6 +371,10 @@ def test_a_measured_plan_has_nccls_own_rings_and_files_that_it_loads(monkeypatch
     assert len(asks) == 2
     # Its sets were measured before.
     assert not prepared
+    monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "12")
+    assert tccl("plan", "-o", tmp_path / "shared", *words[3:]).exit_code == 0
+    assert not prepared
+    monkeypatch.delenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
     assert tccl("plan", "-o", tmp_path / "new", *words[3:]).exit_code == 0
     assert len(prepared) == 1
 

@@ -72,6 +72,24 @@ def test_where_mps_shares_a_gpu_two_blocks_fit_on_a_multiprocessor(
     control.close()
 
 
+@pytest.mark.parametrize(
+    ("status", "advice"), [(2, "; end what else uses it"), (46, "; end what else uses it"), (3, "")]
+)
+def test_a_gpu_that_other_programs_fill_is_named_with_what_to_do(monkeypatch, status, advice):
+    cupy, refused = mock.MagicMock(), RefusedError("no queue is free")
+    cupy.cuda.runtime.CUDARuntimeError = RefusedError
+    refused.status = status
+    cupy.cuda.runtime.setDevice.side_effect = refused
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    control = Control.create(1)
+    start = Start(backend="cuda", slot=0, device="G0", arena_bytes=MIB, user_bytes=MIB)
+    device = cuda_device.CudaDevice(start, control)
+    with pytest.raises(MeasurementError, match=f"^GPU 0: no queue is free{advice}$"):
+        device.open()
+    device.close()
+    control.close()
+
+
 def test_a_gpu_on_a_numa_node_whose_cpus_are_hidden_gets_a_worker():
     machine = toy_machine(gpus=2)
     nodes = [msgspec.structs.replace(node, numa_id=900) for node in machine.numa_nodes]

@@ -52,6 +52,7 @@ _MAPPED = 2  # cudaHostRegisterMapped
 _PORTABLE = 1  # cudaHostRegisterPortable
 _TO_DEVICE, _BY_ADDRESS = 1, 4  # cudaMemcpyKind
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
+_TAKEN = (_OUT_OF_MEMORY, 46)  # cudaErrorDevicesUnavailable
 _WAIT_UNTIL_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
 _MIB = 1 << 20
 
@@ -99,7 +100,8 @@ class CudaDevice:
             self._lanes = self._allocate(MAX_LANES * _LANE_WORDS * 8, "lanes")
             self._gates = self._allocate(MAX_REPEATS * 8, "gates")
         except self._error as error:
-            raise MeasurementError(f"{self._who}: {error}") from error
+            advice = "; end what else uses it" if error.status in _TAKEN else ""
+            raise MeasurementError(f"{self._who}: {error}{advice}") from error
         beside = self._cupy.cuda.Stream(non_blocking=True)
         memory = Memory(
             *(self._user, self._keep, start.user_bytes),

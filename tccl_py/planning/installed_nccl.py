@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +30,7 @@ from tccl_py.plan.directory import GRAPH_FILE, graph_files, nccl_files
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.size_choices import SIZES, compared_choices
 from tccl_py.readers.live import gpu_count
-from tccl_py.sources.profiled import MeasuredMachine, conditions_of, users_of
+from tccl_py.sources.profiled import MeasuredMachine, users_of
 
 _DESCRIBED = "give `machine` for a verdict by NCCL's rules"
 MOST_FILES = 8
@@ -61,13 +60,6 @@ def why_not_asked(gpus: Sequence[int]) -> str:
         return users_of(gpus)
     except MeasurementError as error:
         return str(error)
-
-
-def several_processes_may_use(gpus: Sequence[int]) -> bool:
-    """Return whether NCCL's ranks may run on these GPUs beside other processes, as NVML says."""
-    with suppress(MeasurementError):
-        return not any(state.compute_mode for state, _ in conditions_of(gpus))
-    return False
 
 
 def rings_here(place: MeasuredMachine, gpus: Sequence[int] | None) -> InstalledRings | None:

@@ -109,7 +109,10 @@ def _here(request: PlanRequest, say: Say) -> Subject:
     """Open this machine; the plan has the notices of measuring."""
     from tccl_py.planning import installed_nccl  # noqa: PLC0415 (asks the NCCL here)
     from tccl_py.sources.opening import open_source  # noqa: PLC0415 (loads the profiler)
-    from tccl_py.sources.profiled import measured_machine  # noqa: PLC0415
+    from tccl_py.sources.profiled import (  # noqa: PLC0415
+        measured_machine,
+        several_processes_may_use,
+    )
 
     place = measured_machine(request.backend, request.devices)
     # No NCCL runs where the host's memory is measured.
@@ -125,7 +128,7 @@ def _here(request: PlanRequest, say: Say) -> Subject:
         with source:
             gpus = named or chosen_gpus(place.machine, None)
             rings = installed_nccl.rings_here(place, named)
-            if rings is not None and rings.able and installed_nccl.several_processes_may_use(gpus):
+            if rings is not None and rings.able and several_processes_may_use(gpus):
                 # Asking NCCL takes seconds, and so does the start of workers. They would be other
                 # processes on the GPUs before.
                 source.prepare()

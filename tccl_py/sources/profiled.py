@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from math import inf
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -328,6 +329,18 @@ def conditions_of(gpus: Sequence[int]) -> list[GpuState]:
     with watching(gpus, frozenset()) as look:
         states = look()
     return [(state, warnings([state], loaded=False)) for state in states]
+
+
+def several_processes_may_use(gpus: Sequence[int]) -> bool:
+    """Return whether workers may run on these GPUs beside NCCL's ranks, as NVML says.
+
+    Programs that share a GPU by MPS have few queues in all.
+    """
+    from tccl_profiler.watch import gpu_share  # noqa: PLC0415
+
+    with suppress(MeasurementError):
+        return not (gpu_share() or any(state.compute_mode for state, _ in conditions_of(gpus)))
+    return False
 
 
 def users_of(gpus: Sequence[int]) -> str:
