@@ -16,7 +16,7 @@ from tccl_py.plan.load import load_plan
 from tccl_py.plan.results import Tuning, load_tuning
 from tests.gpu.ranks import PINNED, REAL, REPOSITORY
 
-pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(580)]
+pytestmark = [pytest.mark.gpu(count=2, virtual_s=280), pytest.mark.timeout(580)]
 
 BRIEF = ("--sizes", "128K,256K,512K,1M,8M" if REAL else "1M", "--seconds", "40" if REAL else "10")
 

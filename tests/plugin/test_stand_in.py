@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from tccl_py import nccl_library
 from tccl_py.nccl.plugin.build import SOURCES, build_plugin
 from tccl_py.nccl.plugin.index import IndexedGpu
 from tccl_py.nccl.versions import FIRST_WITH_PLUGIN, LAST_WITH_PLUGIN
+from tests.plugin import runs
 from tests.plugin.programs import (
     RECORDS,
     StandIn,
@@ -143,6 +145,10 @@ def test_one_tuner_has_the_interfaces_of_all_releases(plain):
     library = ctypes.CDLL(str(plain.plugin))
     places = (ctypes.c_char.in_dll(library, f"ncclTunerPlugin_v{number}") for number in (5, 6, 7))
     assert len(set(map(ctypes.addressof, places))) == 1
+
+
+def test_the_installed_nccl_is_judged_though_tests_see_none():
+    assert runs.installed_nccls is not nccl_library.installed_nccls
 
 
 def test_python_and_the_plugin_know_the_same_releases():
