@@ -209,13 +209,16 @@ def test_sets_that_the_time_does_not_suffice_for_are_named(place, jobs):
     assert "3 sets of GPUs in about" in done.stderr
 
 
-def test_an_interrupted_evaluation_writes_nothing_and_says_so(place, jobs, monkeypatch):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_evaluation_writes_nothing_and_says_so(
+    place, jobs, monkeypatch, number, code
+):
     jobs(by_plan(lambda size: 1.0))
     before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
-    fake = Interrupting(number=signal.SIGINT, at=lambda count: count == 4)
+    fake = Interrupting(number=number, at=lambda count: count == 4)
     monkeypatch.setattr(module, "LocalRunner", lambda server: fake)
     found = tccl("evaluate", place, "--backend", "host", "--gpus-per-job", "4")
-    assert (found.exit_code, found.stdout) == (130, "")
+    assert (found.exit_code, found.stdout) == (code, "")
     assert "interrupted: no results were written" in found.stderr
     assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file()} == before
 

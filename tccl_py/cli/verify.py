@@ -24,7 +24,7 @@ from tccl_py.cli.process import (
     print_json,
     write_result,
 )
-from tccl_py.errors import InputError
+from tccl_py.errors import CTRL_C_AND_SIGTERM, InputError, Terminated, interrupts_put_off
 from tccl_py.experiments.collectives import PROGRAMS, Collective
 from tccl_py.experiments.comparison import LEAST_ROUNDS, MAX_ROUNDS
 from tccl_py.experiments.evaluation import EVALUATED, EVALUATED_DRY
@@ -215,10 +215,11 @@ def evaluate(
     with _job_options(directory, backend, pin_env) as launcher:
         by_model = backend is None
         try:
-            result = evaluate_plan(
-                directory, budget, launcher, gpus=gpus_per_job, by_model=by_model
-            )
-        except KeyboardInterrupt:
+            with interrupts_put_off(CTRL_C_AND_SIGTERM):
+                result = evaluate_plan(
+                    directory, budget, launcher, gpus=gpus_per_job, by_model=by_model
+                )
+        except (KeyboardInterrupt, Terminated):
             notice(f"interrupted: no results were written, nothing in {directory} was changed")
             raise
     asked = budget != replace(usual, collectives=budget.collectives)

@@ -2,7 +2,7 @@
 
 Every "host" is a UTS namespace with a name of its own and some of the GPUs; NCCL is told the same
 by NCCL_HOSTID. Both reach each other by the loopback interface over TCP. TCCL_KEEP names a folder
-in which plans, journals and NCCL's logs are kept.
+in which plans, journals and NCCL's logs are kept. test_hosts_of_virtual_gpus.py has virtual ones.
 """
 
 import json
@@ -19,11 +19,11 @@ from tccl_py.experiments.record import Verification
 from tccl_py.nccl.communicators import parse_log, same_rings
 from tccl_py.nccl.settings import environment
 from tccl_py.plan.load import load_plan
-from tests.gpu.ranks import BRIEF, PINNED, REAL, REPOSITORY, SHARE, run_ranks
+from tests.gpu.ranks import REPOSITORY, run_ranks
 
 pytestmark = pytest.mark.timeout(900)
 INTERFACE = "lo"
-SIZES = (1 << 16, 1 << 20, 1 << 24, 1 << 26, 1 << 28) if REAL else (1 << 16, 1 << 20)
+SIZES = (1 << 16, 1 << 20, 1 << 24, 1 << 26, 1 << 28)
 REPEATS, PAIRS = 5, 4
 WRAPPER = """#!/bin/sh
 # A rank of its own host: name and GPUs by its number.
@@ -38,7 +38,7 @@ exec unshare --uts sh -c 'hostname node'$rank' && exec "$@"' rank "$@"
     params=[
         pytest.param(
             nodes,
-            marks=pytest.mark.gpu(count=count, real=name != "2 x 2"),
+            marks=pytest.mark.gpu(count=count, real=True),
             id=name,
         )
         for name, count, nodes in (
@@ -62,12 +62,8 @@ def planned(request, tmp_path_factory):
     directory = folder / "plan"
     command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(len(nodes)), wrapper]
     command += [sys.executable, "-m", "tccl_py", "plan", "-o", directory, "--nccl", "2.28"]
-    command += ["--interfaces", INTERFACE, "--json"]
-    command += ["--max-sets", "200"] if REAL else ["--no-tune", *BRIEF]
-    surroundings = {**os.environ, **SHARE}
-    done = subprocess.run(
-        command, cwd=REPOSITORY, env=surroundings, capture_output=True, text=True, check=False
-    )
+    command += ["--interfaces", INTERFACE, "--json", "--max-sets", "200"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     keep(folder, directory)
     print(done.stderr[-3000:])
     assert done.returncode == 0, done.stderr[-3000:]
@@ -176,8 +172,7 @@ def test_verify_answers_for_the_nodes_and_finds_the_plans_rings(planned):
     nodes, _, directory = planned
     command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(len(nodes))]
     command += [directory.parent / "rank.sh", sys.executable, "-m", "tccl_py", "verify", directory]
-    command += ["--sizes", "1M,64M" if REAL else "1M", "--rounds", "6"]
-    command += ["--seconds", "60" if REAL else "15", "--json", *PINNED]
+    command += ["--sizes", "1M,64M", "--rounds", "6", "--seconds", "60", "--json"]
     done = subprocess.run(
         command, cwd=REPOSITORY, capture_output=True, text=True, timeout=400, check=False
     )
