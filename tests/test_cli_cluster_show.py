@@ -247,6 +247,24 @@ def test_env_is_for_the_host_that_it_runs_on(name, full, chosen, tmp_path, monke
         assert (result.exit_code, found) == (0, f"{place}/nccl/hosts/{chosen}.xml")
 
 
+def test_ranks_of_some_of_a_hosts_gpus_get_the_plans_variables_without_its_file(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(socket, "gethostname", lambda: "gpu1")
+    chains = dict.fromkeys(("gpu1", "gpu2"), ((0, (0, 1, 2, 3), 0),))
+    plan = cluster_plan([(one, FOUR) for one in chains], chains)
+    place = saved(plan, tmp_path)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    whole = evaluated(tccl("env", place).stdout)
+    assert whole.pop("NCCL_GRAPH_FILE") == f"{place}/nccl/hosts/gpu1.xml"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    result = tccl("env", place)
+    # Ranks of other hosts may have their file, and the same variables.
+    assert (result.exit_code, evaluated(result.stdout)) == (1, whole)
+    assert "for 4 GPUs, and 2 ranks are on this host" in result.stderr
+
+
 def test_env_in_a_task_of_slurm_is_for_its_node(tmp_path, monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "gpu1")
     monkeypatch.setenv("SLURMD_NODENAME", "node7")

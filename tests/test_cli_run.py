@@ -7,6 +7,7 @@ import sys
 import pytest
 from msgspec.structs import replace
 
+from tccl_py.delivery.placement import ranks_here
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.retuning import retuned
@@ -117,6 +118,36 @@ def test_a_job_that_sees_some_of_the_gpus_gets_no_graph_file_of_all(directory, t
     for visible in (",".join(map(str, gpus[::-1])), "", "MIG-1", str(gpus[0])):
         assert got(visible) == whole["NCCL_GRAPH_FILE"]
     assert got(seen, LOCAL_RANK="1") == whole["NCCL_GRAPH_FILE"]
+
+
+def test_fewer_ranks_on_the_host_than_gpus_get_no_graph_file_of_all(directory):
+    words, count = (directory, "--choice", "graph"), len(load_plan(directory).gpus)
+
+    def has_file(*more, **variables):
+        return "NCCL_GRAPH_FILE" in variables_of(*words, *more, **variables)
+
+    two = {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    assert count > 2 and not has_file(**two)
+    assert f"it is for {count} GPUs, and 2 ranks" in run(*words, "--", "true", **two).stderr
+    # A rank on each, one that starts the others itself, ranks of GPUs that are named.
+    assert has_file(LOCAL_RANK="0", LOCAL_WORLD_SIZE=str(count))
+    assert has_file(**two | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"})
+    assert has_file("--gpus", ",".join(map(str, range(count))), **two)
+
+
+@pytest.mark.parametrize(
+    ("node", "tasks", "ranks"),
+    [
+        *[("0", "4(x2),3", 4), ("1", "4(x2),3", 4), ("2", "4(x2),3", 3), ("3", "4(x2),3", None)],
+        *[("", "8", 8), ("x", "8", 8), ("0", "", None), ("0", "many", None)],
+    ],
+)
+def test_slurm_says_how_many_ranks_are_on_each_node(monkeypatch, node, tasks, ranks):
+    monkeypatch.setenv("SLURM_NODEID", node)
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", tasks)
+    assert ranks_here() is None
+    monkeypatch.setenv("SLURM_LOCALID", "0")
+    assert ranks_here() == ranks
 
 
 def test_another_graph_file_of_the_user_disables_the_plan(directory):

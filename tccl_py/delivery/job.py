@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from tccl_py.delivery.fit import host_here, why_not_fit, why_not_with
-from tccl_py.delivery.placement import gpu_of_rank, gpus_of_job
+from tccl_py.delivery.placement import gpu_of_rank, gpus_of_job, ranks_here
 from tccl_py.delivery.plugin import plugin_exports
 from tccl_py.errors import InputError, require
 from tccl_py.model.cluster import shown
@@ -86,13 +86,15 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True):
 class _Place(msgspec.Struct, frozen=True):
     """Where a job runs: its part of the plan, with the graph file for it below `nccl/`.
 
-    `disabled` says why the plan does not hold there, `no_file` why the graph file does not.
+    `disabled` says why the plan does not hold there, `no_file` why the graph file does not, and
+    `other_ranks` why it may be for other ranks.
     """
 
     job: Mapping[str, Any]
     file: str
     disabled: str = ""
     no_file: str = ""
+    other_ranks: str = ""
 
 
 def deliver(plan: Plan, directory: Path, request: JobRequest, *, say: Say) -> Delivery:
@@ -131,6 +133,10 @@ def deliver(plan: Plan, directory: Path, request: JobRequest, *, say: Say) -> De
         if old_nccl and numa_id is None:
             say(f"variables alone, as `tccl run` starts no single rank, and {old_nccl}")
             choice = "variables"
+        elif not plugin and place.other_ranks:
+            say(f"no graph file, variables alone: {place.other_ranks}")
+            # Over several hosts ranks may have files elsewhere, and need the same variables.
+            choice, refused = "variables" if plan.cluster.closes else choice, True
         elif not plugin:
             file = place.file
     # 3. Collect the variables.
@@ -205,12 +211,15 @@ def _on_host(plan: Plan, directory: Path, request: JobRequest, say: Say) -> _Pla
     for option, value in {"`gpus`": request.gpus, "`nccl`": nccl}.items():
         fault = "is for the plan of a machine, this one is of a cluster"
         require(value is None, option, fault, "leave it out")
-    name, no_file = host_here(plan, request.host), ""
+    name, no_file, other_ranks = host_here(plan, request.host), "", ""
     if name is None:
         no_file = "" if request.plugin else _not_planned(request.host)
     elif request.host is None:
         no_file = why_elsewhere(plan, directory, equal_hosts=request.equal_hosts, say=say)
-    return _Place({"host": name}, host_graph_file(name or ""), no_file=no_file)
+        gpus = next(plan.gpus_of(host) for host in plan.hosts if host.name == name)
+        other_ranks = _other_ranks(gpus, "`tccl export --hosts` makes files of jobs")
+    file = host_graph_file(name or "")
+    return _Place({"host": name}, file, no_file=no_file, other_ranks=other_ranks)
 
 
 def _over_gpus(plan: Plan, directory: Path, request: JobRequest, say: Say) -> _Place:
@@ -223,7 +232,8 @@ def _over_gpus(plan: Plan, directory: Path, request: JobRequest, say: Say) -> _P
         elsewhere = why_elsewhere(plan, directory, equal_hosts=request.equal_hosts, say=say)
         disabled = "; ".join(filter(None, (elsewhere, nccl)))
     file = part_file(plan, gpus)
-    return _Place({"gpus": gpus}, file, disabled)
+    other_ranks = "" if request.gpus else _other_ranks(gpus, "`gpus` names those of the job")
+    return _Place({"gpus": gpus}, file, disabled, other_ranks=other_ranks)
 
 
 def _visible(plan: Plan, say: Say) -> tuple[int, ...] | None:
@@ -311,6 +321,17 @@ def _without_file(gpus: Iterable[int]) -> str:
     text = ",".join(map(str, sorted(gpus)))
     again = f"; to plan rings for them: `tccl plan -o DIR --gpus {text}`"
     return f"no graph file for GPUs {text}: variables alone{again if ',' in text else ''}"
+
+
+def _other_ranks(gpus: Sequence[int], instead: str) -> str:
+    """Return that a launcher's ranks on this host are not one for each GPU; "" if they may be.
+
+    One rank may start a program's others, as torchrun does.
+    """
+    ranks = ranks_here()
+    if ranks in (None, 1, len(gpus)):
+        return ""
+    return f"it is for {len(gpus)} GPUs, and {ranks} ranks are on this host; {instead}"
 
 
 def _not_planned(host: str | None) -> str:

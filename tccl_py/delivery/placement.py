@@ -1,4 +1,4 @@
-"""The GPU of a rank by its launcher's variables, and a NUMA node for the rank's memory."""
+"""What a launcher's variables say of a rank: its GPU, and the host's ranks; the rank's memory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 """The number of a rank on its host: torchrun's, Open MPI's, MPICH's and SLURM's."""
+_RANKS_HERE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+_RANKS_OF_NODES = "SLURM_STEP_TASKS_PER_NODE"  # as 4(x2),3 of three nodes
 
 
 def gpu_of_rank(gpus: Sequence[int]) -> int | None:
@@ -27,6 +29,18 @@ def gpus_of_job() -> tuple[int, ...] | None:
     """
     gpus = _visible()
     return tuple(sorted(set(gpus))) if _local_rank() is None and len(set(gpus)) > 1 else None
+
+
+def ranks_here() -> int | None:
+    """Return how many ranks a launcher started on this host; None without one, or not known."""
+    if _local_rank() is None:
+        return None
+    counts = [os.environ[name] for name in _RANKS_HERE if name in os.environ]
+    nodes = re.findall(r"(\d{1,4})(?:\(x(\d{1,5})\))?", os.environ.get(_RANKS_OF_NODES, ""))
+    each = [count for count, times in nodes for _ in range(int(times or 1))]
+    node = os.environ.get("SLURM_NODEID", "")
+    counts += each[int(node) :][:1] if re.fullmatch(r"\d{1,5}", node) else each[:1]
+    return next((int(count) for count in counts if re.fullmatch(r"\d{1,4}", count)), None)
 
 
 def _visible() -> Sequence[int]:

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -128,6 +129,12 @@ def test_the_hostfile_for_slurm_starts_ranks_in_the_planned_order(slurm, order, 
     found = sorted(line.split() for line in ran.stdout.splitlines())
     # Four GPUs a host; every rank loads the file of the host that it runs on.
     assert found == [[str(rank), order[rank // 4], order[rank // 4]] for rank in range(8)]
+
+
+def test_a_task_knows_how_many_of_the_step_are_on_its_node(slurm):  # noqa: F811
+    script = "from tccl_py.delivery.placement import ranks_here as here; print(here())"
+    ran = slurm.run("--nodes=2", "--ntasks=3", sys.executable, "-c", script)
+    assert sorted(ran.stdout.split()) == ["1", "2", "2"], ran.stderr
 
 
 def test_a_batch_script_makes_the_files_of_its_own_nodes(slurm, tmp_path):  # noqa: F811
