@@ -7,7 +7,7 @@ import sys
 import pytest
 from msgspec.structs import replace
 
-from tccl_py.delivery.placement import ranks_here
+from tccl_py.delivery.placement import launched_ranks
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.retuning import retuned
@@ -138,16 +138,29 @@ def test_fewer_ranks_on_the_host_than_gpus_get_no_graph_file_of_all(directory):
 @pytest.mark.parametrize(
     ("node", "tasks", "ranks"),
     [
-        *[("0", "4(x2),3", 4), ("1", "4(x2),3", 4), ("2", "4(x2),3", 3), ("3", "4(x2),3", None)],
-        *[("", "8", 8), ("x", "8", 8), ("0", "", None), ("0", "many", None)],
+        *[("0", "4(x2),3", (4, 11)), ("1", "4(x2),3", (4, 11)), ("2", "4(x2),3", (3, 11))],
+        *[("3", "4(x2),3", None), ("", "8", (8, 8)), ("x", "8", (8, 8))],
+        *[("0", "", None), ("0", "many", None)],
     ],
 )
 def test_slurm_says_how_many_ranks_are_on_each_node(monkeypatch, node, tasks, ranks):
     monkeypatch.setenv("SLURM_NODEID", node)
     monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", tasks)
-    assert ranks_here() is None
+    assert launched_ranks() is None
     monkeypatch.setenv("SLURM_LOCALID", "0")
-    assert ranks_here() == ranks
+    assert launched_ranks() == ranks
+
+
+def test_ranks_on_other_hosts_too_get_no_graph_file_of_one(directory):
+    words, count = (directory, "--choice", "graph"), len(load_plan(directory).gpus)
+    two = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(count), "WORLD_SIZE": str(2 * count)}
+    for own in ((), ("--gpus", ",".join(map(str, range(count))))):
+        done = run(*words, *own, "--", "env", **two)
+        assert "it is for jobs on one host, and the launcher has ranks on others" in done.stderr
+        assert "NCCL_GRAPH_FILE" not in done.stdout
+    # A rank of each host that starts the others.
+    each = {"LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_SIZE": "2"}
+    assert "ranks on others" in run(*words, "--", "true", **each).stderr
 
 
 def test_another_graph_file_of_the_user_disables_the_plan(directory):

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from tccl_py.delivery.fit import host_here, why_not_fit, why_not_with
-from tccl_py.delivery.placement import gpu_of_rank, gpus_of_job, ranks_here
+from tccl_py.delivery.placement import gpu_of_rank, gpus_of_job, launched_ranks
 from tccl_py.delivery.plugin import plugin_exports
 from tccl_py.errors import InputError, require
 from tccl_py.model.cluster import shown
@@ -232,7 +232,9 @@ def _over_gpus(plan: Plan, directory: Path, request: JobRequest, say: Say) -> _P
         elsewhere = why_elsewhere(plan, directory, equal_hosts=request.equal_hosts, say=say)
         disabled = "; ".join(filter(None, (elsewhere, nccl)))
     file = part_file(plan, gpus)
-    other_ranks = "" if request.gpus else _other_ranks(gpus, "`gpus` names those of the job")
+    other_ranks = _on_other_hosts()
+    if not (other_ranks or request.gpus):
+        other_ranks = _other_ranks(gpus, "`gpus` names those of the job")
     return _Place({"gpus": gpus}, file, disabled, other_ranks=other_ranks)
 
 
@@ -328,10 +330,18 @@ def _other_ranks(gpus: Sequence[int], instead: str) -> str:
 
     One rank may start a program's others, as torchrun does.
     """
-    ranks = ranks_here()
-    if ranks in (None, 1, len(gpus)):
+    ranks, _ = launched_ranks() or (1, 1)
+    if ranks in (1, len(gpus)):
         return ""
     return f"it is for {len(gpus)} GPUs, and {ranks} ranks are on this host; {instead}"
+
+
+def _on_other_hosts() -> str:
+    """Return that a launcher started ranks on other hosts too; "" if it says of none."""
+    here, everywhere = launched_ranks() or (1, 1)
+    if here == everywhere:
+        return ""
+    return "it is for jobs on one host, and the launcher has ranks on others; plan them together"
 
 
 def _not_planned(host: str | None) -> str:

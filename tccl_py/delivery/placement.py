@@ -10,7 +10,12 @@ from collections.abc import Sequence
 
 _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 """The number of a rank on its host: torchrun's, Open MPI's, MPICH's and SLURM's."""
-_RANKS_HERE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+_RANKS = {
+    "LOCAL_WORLD_SIZE": "WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "OMPI_COMM_WORLD_SIZE",
+    "MPI_LOCALNRANKS": "PMI_SIZE",
+}
+"""The numbers of ranks on a host, and of all."""
 _RANKS_OF_NODES = "SLURM_STEP_TASKS_PER_NODE"  # as 4(x2),3 of three nodes
 
 
@@ -31,16 +36,20 @@ def gpus_of_job() -> tuple[int, ...] | None:
     return tuple(sorted(set(gpus))) if _local_rank() is None and len(set(gpus)) > 1 else None
 
 
-def ranks_here() -> int | None:
-    """Return how many ranks a launcher started on this host; None without one, or not known."""
+def launched_ranks() -> tuple[int, int] | None:
+    """Return how many ranks a launcher started on this host, and in all; None if it says neither.
+
+    Without a launcher, too, it is None.
+    """
     if _local_rank() is None:
         return None
-    counts = [os.environ[name] for name in _RANKS_HERE if name in os.environ]
+    for of_host, of_all in _RANKS.items():
+        if (count := _number(of_host)) is not None:
+            return count, max(count, _number(of_all) or 0)
     nodes = re.findall(r"(\d{1,4})(?:\(x(\d{1,5})\))?", os.environ.get(_RANKS_OF_NODES, ""))
-    each = [count for count, times in nodes for _ in range(int(times or 1))]
-    node = os.environ.get("SLURM_NODEID", "")
-    counts += each[int(node) :][:1] if re.fullmatch(r"\d{1,5}", node) else each[:1]
-    return next((int(count) for count in counts if re.fullmatch(r"\d{1,4}", count)), None)
+    each = [int(count) for count, times in nodes for _ in range(int(times or 1))]
+    here = each[_number("SLURM_NODEID") or 0 :][:1]
+    return (here[0], sum(each)) if here else None
 
 
 def _visible() -> Sequence[int]:
@@ -50,8 +59,13 @@ def _visible() -> Sequence[int]:
 
 
 def _local_rank() -> int | None:
-    ranks = (os.environ.get(name, "") for name in _LOCAL_RANKS)
-    return next((int(rank) for rank in ranks if re.fullmatch(r"\d{1,4}", rank)), None)
+    ranks = map(_number, _LOCAL_RANKS)
+    return next((rank for rank in ranks if rank is not None), None)
+
+
+def _number(variable: str) -> int | None:
+    text = os.environ.get(variable, "")
+    return int(text) if re.fullmatch(r"\d{1,6}", text) else None
 
 
 def prefer_numa_node(node: int) -> str:
