@@ -151,13 +151,20 @@ def test_slurm_says_how_many_ranks_are_on_each_node(monkeypatch, node, tasks, ra
     assert launched_ranks() == ranks
 
 
-def test_ranks_on_other_hosts_too_get_no_graph_file_of_one(directory):
+def test_ranks_on_other_hosts_too_get_no_graph_file_of_one(directory, tmp_path):
     words, count = (directory, "--choice", "graph"), len(load_plan(directory).gpus)
     two = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(count), "WORLD_SIZE": str(2 * count)}
     for own in ((), ("--gpus", ",".join(map(str, range(count))))):
         done = run(*words, *own, "--", "env", **two)
         assert "it is for jobs on one host, and the launcher has ranks on others" in done.stderr
         assert "NCCL_GRAPH_FILE" not in done.stdout
+    # Other hosts have other GPUs than a measured plan, and would get no variables.
+    measured = tmp_path / "measured"
+    measured.mkdir()
+    write_plan(replace(load_plan(directory), simulated=False, assumed=False), measured)
+    away = run(measured, "--choice", "graph", "--", "env", **two)
+    assert "the plan is disabled" in away.stderr and "or add --alike" in away.stderr
+    assert "NCCL_" not in away.stdout
     # A rank of each host that starts the others.
     each = {"LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_SIZE": "2"}
     assert "ranks on others" in run(*words, "--", "true", **each).stderr

@@ -231,8 +231,10 @@ def _over_gpus(plan: Plan, directory: Path, request: JobRequest, say: Say) -> _P
         nccl = _why_not_used(plan, request.nccl, say=say)
         elsewhere = why_elsewhere(plan, directory, equal_hosts=request.equal_hosts, say=say)
         disabled = "; ".join(filter(None, (elsewhere, nccl)))
-    file = part_file(plan, gpus)
-    other_ranks = _on_other_hosts()
+    file, other_ranks = part_file(plan, gpus), _on_other_hosts()
+    if other_ranks and not (disabled or plan.simulated or request.equal_hosts):
+        # Other hosts have other GPUs, and so none of its variables: a job of unlike ones hangs.
+        disabled = f"{other_ranks}, or add `equal_hosts` on hosts like it"
     if not (other_ranks or request.gpus):
         other_ranks = _other_ranks(gpus, "`gpus` names those of the job")
     return _Place({"gpus": gpus}, file, disabled, other_ranks=other_ranks)
