@@ -262,16 +262,38 @@ def test_ranks_of_some_of_a_hosts_gpus_get_the_plans_variables_without_its_file(
     result = tccl("env", place)
     # Ranks of other hosts may have their file, and the same variables.
     assert (result.exit_code, evaluated(result.stdout)) == (1, whole)
-    assert "for 4 GPUs, and 2 ranks are on this host" in result.stderr
+    assert "for 4 GPUs of this host, and LOCAL_WORLD_SIZE says 2" in result.stderr
+    # One that may start the others, and sees some of the GPUs.
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert "NCCL_GRAPH_FILE" in evaluated(tccl("env", place).stdout)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    result = tccl("env", place)
+    assert (result.exit_code, evaluated(result.stdout)) == (1, whole)
+    assert "CUDA_VISIBLE_DEVICES shows 2" in result.stderr
+    assert "NCCL_GRAPH_FILE" in evaluated(tccl("env", place, "--host", "gpu1").stdout)
 
 
-def test_env_in_a_task_of_slurm_is_for_its_node(tmp_path, monkeypatch):
+def test_a_batch_script_of_several_nodes_gets_no_file_of_the_first(tmp_path, monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "gpu1")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    chains = dict.fromkeys(("gpu1", "gpu2"), ((0, (0, 1), 0),))
+    place = saved(cluster_plan([(one, PAIR) for one in chains], chains), tmp_path)
+    result = tccl("env", place)
+    assert (result.exit_code, evaluated(result.stdout).get("NCCL_GRAPH_FILE")) == (1, None)
+    assert "each host has its own (SLURM_JOB_NUM_NODES=2)" in result.stderr
+
+
+@pytest.mark.parametrize(("name", "chosen"), [("other", "node7"), ("gpu1", "gpu1")])
+def test_env_is_for_slurms_node_where_the_hosts_own_name_is_not_in_the_plan(
+    name, chosen, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(socket, "gethostname", lambda: name)
+    # Hydra copies the first node's to all hosts.
     monkeypatch.setenv("SLURMD_NODENAME", "node7")
     chains = dict.fromkeys(("gpu1", "node7"), ((0, (0, 1), 0),))
     place = saved(cluster_plan([(one, PAIR) for one in chains], chains), tmp_path)
     found = evaluated(tccl("env", place).stdout)
-    assert found["NCCL_GRAPH_FILE"] == f"{place}/nccl/hosts/node7.xml"
+    assert found["NCCL_GRAPH_FILE"] == f"{place}/nccl/hosts/{chosen}.xml"
 
 
 def test_env_in_a_task_of_slurm_names_both_names_of_a_host_without_a_file(tmp_path, monkeypatch):

@@ -7,7 +7,6 @@ import sys
 import pytest
 from msgspec.structs import replace
 
-from tccl_py.delivery.placement import launched_ranks
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.retuning import retuned
@@ -114,10 +113,45 @@ def test_a_job_that_sees_some_of_the_gpus_gets_no_graph_file_of_all(directory, t
     assert f"a job over GPUs {seen}" in done.stderr
     assert got(seen) == variables_of(*words, "--gpus", seen).get("NCCL_GRAPH_FILE") != whole
     assert got("5,77") is None
-    # All of them, none that is known, or those of a single rank.
-    for visible in (",".join(map(str, gpus[::-1])), "", "MIG-1", str(gpus[0])):
+    # All of them, or not known.
+    for visible in (", ".join(map(str, gpus[::-1])), ""):
         assert got(visible) == whole["NCCL_GRAPH_FILE"]
-    assert got(seen, LOCAL_RANK="1") == whole["NCCL_GRAPH_FILE"]
+    # One, and those in words that only CUDA understands.
+    assert got("MIG-1") is got(str(gpus[0])) is None
+    # A rank may see its own alone, among those of the plan.
+    assert got(str(gpus[1]), LOCAL_RANK="1") == whole["NCCL_GRAPH_FILE"]
+    assert got("77", LOCAL_RANK="1") is None
+    # A host's only rank may start the others.
+    only = {"SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_NODEID": "0"}
+    assert got(seen, **only) == got(seen)
+    # A batch script is no rank.
+    assert got(seen, SLURM_LOCALID="0", SLURM_TASKS_PER_NODE="8") == got(seen)
+
+
+def test_torchrun_says_how_many_ranks_it_starts_and_on_how_many_hosts(directory, tmp_path):
+    program = tmp_path / "torchrun"
+    program.write_text("#!/bin/sh\nenv\n")
+    program.chmod(0o755)
+    count = len(load_plan(directory).gpus)
+
+    def said(*options, **variables):
+        done = run(directory, "--choice", "graph", "--", program, *options, **variables)
+        assert done.returncode == 0
+        return "NCCL_GRAPH_FILE" in done.stdout, done.stderr
+
+    assert said(f"--nproc-per-node={count}", "train.py") == (True, "")
+    assert said("--nproc_per_node", "gpu", "train.py") == (True, "")
+    has_file, why = said("--nproc_per_node", "2", "train.py")
+    assert not has_file and "torchrun's --nproc-per-node says 2" in why
+    assert not said("train.py", PET_NPROC_PER_NODE="1")[0]
+    assert "torchrun's --nnodes says 4" in said("--nnodes=1:4", "train.py")[1]
+
+
+def test_a_graph_file_of_the_plan_in_the_environment_is_not_the_users(directory):
+    own = {"NCCL_GRAPH_FILE": f"{directory}/nccl/hosts/other.xml"}
+    assert "NCCL_GRAPH_FILE" not in variables_of(directory, "--choice", "variables", **own)
+    words = (directory, "--choice", "graph")
+    assert variables_of(*words, **own)["NCCL_GRAPH_FILE"] == f"{directory}/nccl/graph.xml"
 
 
 def test_fewer_ranks_on_the_host_than_gpus_get_no_graph_file_of_all(directory):
@@ -128,27 +162,12 @@ def test_fewer_ranks_on_the_host_than_gpus_get_no_graph_file_of_all(directory):
 
     two = {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
     assert count > 2 and not has_file(**two)
-    assert f"it is for {count} GPUs, and 2 ranks" in run(*words, "--", "true", **two).stderr
+    said = run(*words, "--", "true", **two).stderr
+    assert f"it is for {count} GPUs of this host, and OMPI_COMM_WORLD_LOCAL_SIZE says 2" in said
     # A rank on each, one that starts the others itself, ranks of GPUs that are named.
     assert has_file(LOCAL_RANK="0", LOCAL_WORLD_SIZE=str(count))
     assert has_file(**two | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"})
     assert has_file("--gpus", ",".join(map(str, range(count))), **two)
-
-
-@pytest.mark.parametrize(
-    ("node", "tasks", "ranks"),
-    [
-        *[("0", "4(x2),3", (4, 11)), ("1", "4(x2),3", (4, 11)), ("2", "4(x2),3", (3, 11))],
-        *[("3", "4(x2),3", None), ("", "8", (8, 8)), ("x", "8", (8, 8))],
-        *[("0", "", None), ("0", "many", None)],
-    ],
-)
-def test_slurm_says_how_many_ranks_are_on_each_node(monkeypatch, node, tasks, ranks):
-    monkeypatch.setenv("SLURM_NODEID", node)
-    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", tasks)
-    assert launched_ranks() is None
-    monkeypatch.setenv("SLURM_LOCALID", "0")
-    assert launched_ranks() == ranks
 
 
 def test_ranks_on_other_hosts_too_get_no_graph_file_of_one(directory, tmp_path):
@@ -156,18 +175,18 @@ def test_ranks_on_other_hosts_too_get_no_graph_file_of_one(directory, tmp_path):
     two = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(count), "WORLD_SIZE": str(2 * count)}
     for own in ((), ("--gpus", ",".join(map(str, range(count))))):
         done = run(*words, *own, "--", "env", **two)
-        assert "it is for jobs on one host, and the launcher has ranks on others" in done.stderr
+        assert "other hosts have ranks too (LOCAL_WORLD_SIZE says" in done.stderr
         assert "NCCL_GRAPH_FILE" not in done.stdout
     # Other hosts have other GPUs than a measured plan, and would get no variables.
     measured = tmp_path / "measured"
     measured.mkdir()
     write_plan(replace(load_plan(directory), simulated=False, assumed=False), measured)
     away = run(measured, "--choice", "graph", "--", "env", **two)
-    assert "the plan is disabled" in away.stderr and "or add --alike" in away.stderr
-    assert "NCCL_" not in away.stdout
+    assert "the plan is disabled" in away.stderr and "NCCL_" not in away.stdout
+    assert "the plan is disabled" in run(measured, "--alike", "--", "true", **two).stderr
     # A rank of each host that starts the others.
     each = {"LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_SIZE": "2"}
-    assert "ranks on others" in run(*words, "--", "true", **each).stderr
+    assert "other hosts have ranks too" in run(*words, "--", "true", **each).stderr
 
 
 def test_another_graph_file_of_the_user_disables_the_plan(directory):

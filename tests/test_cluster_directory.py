@@ -391,14 +391,14 @@ def test_a_job_gets_the_file_of_the_host_it_runs_on(shell, folder, name, full, c
 @pytest.mark.parametrize(
     "node, name, chosen",
     [
-        ("node7", "gpu1", "node7"),
-        ("node8", "gpu1", "gpu1"),
+        ("node7", "gpu1", "gpu1"),
+        ("node7", "other", "node7"),
         ("", "gpu1", "gpu1"),
         ("node8", "gpu1.site", "gpu1"),
         ("node8", "other", None),
     ],
 )
-def test_a_task_of_slurm_gets_the_file_of_its_node(shell, node, name, chosen, tmp_path):
+def test_a_host_gets_its_file_by_its_own_name_or_by_slurms(shell, node, name, chosen, tmp_path):
     chains = dict.fromkeys(("gpu1", "node7"), ((0, (0, 1, 2, 3), 0),))
     plan = cluster_plan([(one, FOUR) for one in chains], chains, settings=Settings(**LOCAL))
     write_nccl_files(plan, tmp_path / "plan")

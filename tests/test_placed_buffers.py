@@ -137,7 +137,8 @@ def test_without_plugins_a_rank_that_tccl_run_starts_prefers_its_node(old):
 
 
 def test_a_node_that_is_not_there_cannot_be_preferred(old):
-    said, graph, policy = run(old, SLURM_LOCALID="1", CUDA_VISIBLE_DEVICES="3,2,1,0")
+    rank = {"SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "4"}
+    said, graph, policy = run(old, **rank, CUDA_VISIBLE_DEVICES="3,2,1,0")
     if Path("/sys/devices/system/node/node2").exists():
         pytest.skip("node 2 is there")
     assert "NUMA node 2 cannot be preferred" in said

@@ -138,7 +138,13 @@ def run(
     right = "name a plan and a program, as in `tccl run my-plan -- python train.py`"
     require(words, "COMMAND", "is missing", right)
     request = JobRequest(
-        host=host, nccl=nccl, plugin=plugin, equal_hosts=equal_hosts, force=force, is_rank=True
+        host=host,
+        nccl=nccl,
+        plugin=plugin,
+        equal_hosts=equal_hosts,
+        force=force,
+        is_rank=True,
+        command=tuple(words),
     )
     if workload is not None:
         try:
@@ -147,6 +153,10 @@ def run(
             notice(f"by the plan's recommendation: {error}")
     plan, delivery = _delivery(Path(directory), request, gpus=gpus, choice=choice)
     variables, node = delivery.variables, delivery.numa_id
+    # A shell that evaluated `tccl env` has the plan's own file, which may be for another host.
+    nccl_files = Path(directory).resolve() / "nccl"
+    if Path(os.environ.get(GRAPH_VARIABLE, "")).is_relative_to(nccl_files):
+        del os.environ[GRAPH_VARIABLE]
     conflicts = "" if plugin or not variables else _conflicts(delivery, os.environ)
     if conflicts:
         notice(f"the plan is disabled, as your environment has another {conflicts}")

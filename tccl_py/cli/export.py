@@ -192,4 +192,5 @@ def _export_job(
     notice(made.advice)
     notice_each(made.notices)
     env_file = quote(f"{output}/nccl/env.sh")
-    notice(f"start the job as {output}/nccl/order/launch.txt says, after `. {env_file}`")
+    launch = f"{output}/nccl/order/launch.txt"
+    notice(f"start the job as {launch} says, each rank after its own `. {env_file}`")

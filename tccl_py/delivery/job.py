@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from tccl_py.delivery.fit import host_here, why_not_fit, why_not_with
-from tccl_py.delivery.placement import gpu_of_rank, gpus_of_job, launched_ranks
+from tccl_py.delivery.launched import Launched, launched
 from tccl_py.delivery.plugin import plugin_exports
 from tccl_py.errors import InputError, require
 from tccl_py.model.cluster import shown
@@ -40,7 +40,7 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
     None is all GPUs, this host, the installed NCCL, and the recommended choice. With `plugin` it
     loads NCCL's plugin, up to `newest_nccl` where a trial went well with that. With `equal_hosts`
     GPUs' UUIDs may differ, with `is_rank` this process may be one of the job's ranks, and with
-    `force` the plan of a dry run holds.
+    `force` the plan of a dry run holds. `command` starts the job, if it is known.
     """
 
     gpus: tuple[int, ...] | None = None
@@ -52,6 +52,7 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
     equal_hosts: bool = False
     is_rank: bool = False
     force: bool = False
+    command: tuple[str, ...] = ()
 
     def why_no_plugin(self, plan: Plan) -> str:
         """Return why the job's NCCL does not work with the plugin, as a clause; "" if it does."""
@@ -86,15 +87,13 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True):
 class _Place(msgspec.Struct, frozen=True):
     """Where a job runs: its part of the plan, with the graph file for it below `nccl/`.
 
-    `disabled` says why the plan does not hold there, `no_file` why the graph file does not, and
-    `other_ranks` why it may be for other ranks.
+    `disabled` says why the plan does not hold there, `no_file` why the graph file does not.
     """
 
     job: Mapping[str, Any]
     file: str
     disabled: str = ""
     no_file: str = ""
-    other_ranks: str = ""
 
 
 def deliver(plan: Plan, directory: Path, request: JobRequest, *, say: Say) -> Delivery:
@@ -108,11 +107,16 @@ def deliver(plan: Plan, directory: Path, request: JobRequest, *, say: Say) -> De
         say(f"the plan is disabled, it is a {DRY_RUN}")
         return Delivery(disabled=DRY_RUN)
     files = check_files(directory).files
+    launch, is_named = launched(request.command), (request.gpus, request.host) != (None, None)
     place_of = _over_gpus if plan.cluster.closes else _on_host
     if place_of is _over_gpus and request.gpus is None and not request.plugin:
-        request = msgspec.structs.replace(request, gpus=_visible(plan, say))
+        request = msgspec.structs.replace(request, gpus=_visible(plan, launch, say))
     place = place_of(plan, directory, request, say)
+    other_ranks = _other_ranks(plan, place, launch, is_named=is_named)
     disabled = place.disabled or (request.why_no_plugin(plan) if request.plugin else "")
+    if place_of is _over_gpus and launch.elsewhere and not plan.simulated:
+        # Other hosts have other GPUs, and so none of its variables: a job of unlike ones hangs.
+        disabled = disabled or other_ranks
     if disabled:
         say(f"the plan is disabled, NCCL chooses its own rings: {disabled}")
         return Delivery(job=place.job, disabled=disabled, refused=True)
@@ -129,14 +133,14 @@ def deliver(plan: Plan, directory: Path, request: JobRequest, *, say: Say) -> De
     elif choice == "graph" and not plugin:
         old_nccl = request.why_no_plugin(plan) if plan.settings.shm_placement else ""
         plugin = plan.settings.shm_placement and not old_nccl
-        numa_id = _numa_id(plan, request) if old_nccl else None
+        numa_id = _numa_id(plan, request, launch) if old_nccl else None
         if old_nccl and numa_id is None:
             say(f"variables alone, as `tccl run` starts no single rank, and {old_nccl}")
             choice = "variables"
-        elif not plugin and place.other_ranks:
-            say(f"no graph file, variables alone: {place.other_ranks}")
+        elif not plugin and other_ranks:
+            say(f"no graph file, variables alone: {other_ranks}")
             # Over several hosts ranks may have files elsewhere, and need the same variables.
-            choice, refused = "variables" if plan.cluster.closes else choice, True
+            choice, refused = "variables" if place_of is _over_gpus else choice, True
         elif not plugin:
             file = place.file
     # 3. Collect the variables.
@@ -211,15 +215,12 @@ def _on_host(plan: Plan, directory: Path, request: JobRequest, say: Say) -> _Pla
     for option, value in {"`gpus`": request.gpus, "`nccl`": nccl}.items():
         fault = "is for the plan of a machine, this one is of a cluster"
         require(value is None, option, fault, "leave it out")
-    name, no_file, other_ranks = host_here(plan, request.host), "", ""
+    name, no_file = host_here(plan, request.host), ""
     if name is None:
         no_file = "" if request.plugin else _not_planned(request.host)
     elif request.host is None:
         no_file = why_elsewhere(plan, directory, equal_hosts=request.equal_hosts, say=say)
-        gpus = next(plan.gpus_of(host) for host in plan.hosts if host.name == name)
-        other_ranks = _other_ranks(gpus, "`tccl export --hosts` makes files of jobs")
-    file = host_graph_file(name or "")
-    return _Place({"host": name}, file, no_file=no_file, other_ranks=other_ranks)
+    return _Place({"host": name}, host_graph_file(name or ""), no_file=no_file)
 
 
 def _over_gpus(plan: Plan, directory: Path, request: JobRequest, say: Say) -> _Place:
@@ -231,18 +232,12 @@ def _over_gpus(plan: Plan, directory: Path, request: JobRequest, say: Say) -> _P
         nccl = _why_not_used(plan, request.nccl, say=say)
         elsewhere = why_elsewhere(plan, directory, equal_hosts=request.equal_hosts, say=say)
         disabled = "; ".join(filter(None, (elsewhere, nccl)))
-    file, other_ranks = part_file(plan, gpus), _on_other_hosts()
-    if other_ranks and not (disabled or plan.simulated or request.equal_hosts):
-        # Other hosts have other GPUs, and so none of its variables: a job of unlike ones hangs.
-        disabled = f"{other_ranks}, or add `equal_hosts` on hosts like it"
-    if not (other_ranks or request.gpus):
-        other_ranks = _other_ranks(gpus, "`gpus` names those of the job")
-    return _Place({"gpus": gpus}, file, disabled, other_ranks=other_ranks)
+    return _Place({"gpus": gpus}, part_file(plan, gpus), disabled)
 
 
-def _visible(plan: Plan, say: Say) -> tuple[int, ...] | None:
+def _visible(plan: Plan, launch: Launched, say: Say) -> tuple[int, ...] | None:
     """Return the GPUs that a job sees, if these are not the plan's; None is all of the plan."""
-    gpus = gpus_of_job()
+    gpus = launch.gpus
     if gpus in (None, tuple(sorted(plan.gpus))):
         return None
     listed = ",".join(map(str, gpus))
@@ -313,10 +308,10 @@ def _offered(plan: Plan, gpus: Iterable[int] | None, say: Say) -> ChoiceName:
     return plan.recommended
 
 
-def _numa_id(plan: Plan, request: JobRequest) -> int | None:
+def _numa_id(plan: Plan, request: JobRequest, launch: Launched) -> int | None:
     """Return the NUMA node that a plan names for the GPU of this rank; None if it names none."""
     gpus = request.gpus or plan.gpus
-    gpu = gpu_of_rank(gpus) if request.is_rank else None
+    gpu = launch.gpu_of_rank(gpus) if request.is_rank else None
     return None if gpu is None else placement(plan, gpus).get(gpu)
 
 
@@ -327,23 +322,26 @@ def _without_file(gpus: Iterable[int]) -> str:
     return f"no graph file for GPUs {text}: variables alone{again if ',' in text else ''}"
 
 
-def _other_ranks(gpus: Sequence[int], instead: str) -> str:
-    """Return that a launcher's ranks on this host are not one for each GPU; "" if they may be.
+def _other_ranks(plan: Plan, place: _Place, launch: Launched, *, is_named: bool) -> str:
+    """Return why the graph file may be for other ranks than the job's; "" if nothing says so.
 
-    One rank may start a program's others, as torchrun does.
+    Where the job's GPUs or host are named, these hold.
     """
-    ranks, _ = launched_ranks() or (1, 1)
-    if ranks in (1, len(gpus)):
+    gpus = place.job.get("gpus") or ()
+    if gpus and launch.elsewhere:
+        others = f"other hosts have ranks too ({launch.elsewhere})"
+        return f"it is for jobs on one host, and {others}; plan them together"
+    if is_named:
         return ""
-    return f"it is for {len(gpus)} GPUs, and {ranks} ranks are on this host; {instead}"
-
-
-def _on_other_hosts() -> str:
-    """Return that a launcher started ranks on other hosts too; "" if it says of none."""
-    here, everywhere = launched_ranks() or (1, 1)
-    if here == everywhere:
-        return ""
-    return "it is for jobs on one host, and the launcher has ranks on others; plan them together"
+    if launch.is_script:
+        return f"each host has its own ({launch.elsewhere}); start ranks by `srun tccl run`"
+    instead = "`gpus` names those of the job"
+    if not gpus:
+        hosts = {host.name: plan.gpus_of(host) for host in plan.hosts}
+        gpus = hosts.get(place.job["host"], ())
+        instead = "`tccl export --hosts` makes files of jobs, `host` says that ranks use all"
+    why = launch.why_not_of(gpus) if gpus else ""
+    return f"{why}; {instead}" if why else ""
 
 
 def _not_planned(host: str | None) -> str:

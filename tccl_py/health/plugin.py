@@ -88,7 +88,7 @@ def _index(host: HostState, variables: Mapping[str, ConfLine]) -> ConfLine | Non
     if job is None:
         return variables.get(INDEX_VARIABLE)
     own = socket.gethostname()
-    names = (host.environment.get(NODE_NAME) or own, own, own.partition(".")[0])
+    names = (own, own.partition(".")[0], host.environment.get(NODE_NAME) or own)
     paths = [f"{job.value}/nccl/{HOSTS_FOLDER}/{name}.index" for name in names]
     return replace(job, value=next(filter(host.has, paths), paths[-1]))
 

@@ -94,8 +94,9 @@ def node_graph_text(
 
 
 # Read by whatever shell a job has: POSIX only, no function, all names its own. Files are found by
-# SLURM's name of the host, as lists of a job's hosts have it, then by its own name as it is,
-# without its domain, and with it: `hostname -f` asks the name service, which may take long.
+# the host's own name as it is, without its domain, by SLURM's name of it, which Hydra copies from
+# the first host to all, and with its domain: `hostname -f` asks the name service, which may take
+# long.
 _ENV_NOTE = f"""\
 For jobs over all hosts and GPUs of the plan, with ranks
 # in its order of hosts ({ORDER_FOLDER}/{LAUNCH_NOTES}); to be sourced on each host.
@@ -104,7 +105,7 @@ _CHOICE = """\
 unset NCCL_GRAPH_FILE
 _tccl_hosts={hosts}
 _tccl_name=$(uname -n)
-for _tccl_host in "${{SLURMD_NODENAME:-$_tccl_name}}" "$_tccl_name" "${{_tccl_name%%.*}}" ''; do
+for _tccl_host in "$_tccl_name" "${{_tccl_name%%.*}}" "${{SLURMD_NODENAME:-$_tccl_name}}" ''; do
     if [ -z "$_tccl_host" ]; then
         _tccl_host=$(hostname -f 2>/dev/null || :)
     fi

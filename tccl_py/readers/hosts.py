@@ -221,12 +221,12 @@ def _slots(options: list[str], place: str) -> int | None:
 
 
 def names_of_this_host() -> Iterator[str]:
-    """Yield this host's names: SLURM's in a task of a job, then the quickest to find first."""
-    if os.environ.get(NODE_NAME):
-        yield os.environ[NODE_NAME]
+    """Yield this host's names: its own, then SLURM's, which a launcher may copy to other hosts."""
     name = socket.gethostname()
     yield name
     yield name.partition(".")[0]
+    if os.environ.get(NODE_NAME):
+        yield os.environ[NODE_NAME]
     # This asks the name service, which may take long.
     yield socket.getfqdn()
 

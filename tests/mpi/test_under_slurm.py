@@ -132,9 +132,13 @@ def test_the_hostfile_for_slurm_starts_ranks_in_the_planned_order(slurm, order, 
 
 
 def test_a_task_knows_how_many_of_the_step_are_on_its_node(slurm):  # noqa: F811
-    script = "from tccl_py.delivery.placement import launched_ranks as here; print(*here())"
+    script = (
+        "from tccl_py.delivery.launched import launched as of; print(of().rank, of().elsewhere)"
+    )
     ran = slurm.run("--nodes=2", "--ntasks=3", sys.executable, "-c", script)
-    assert sorted(ran.stdout.splitlines()) == ["1 3", "2 3", "2 3"], ran.stderr
+    of_nodes = "SLURM_STEP_TASKS_PER_NODE says"
+    right = [f"0 {of_nodes} 1 of 3", f"0 {of_nodes} 2 of 3", f"1 {of_nodes} 2 of 3"]
+    assert sorted(ran.stdout.splitlines()) == right, ran.stderr
 
 
 def test_a_batch_script_makes_the_files_of_its_own_nodes(slurm, tmp_path):  # noqa: F811

@@ -153,9 +153,10 @@ static char *index_path(void) {
   char own[256] = "", *path = NULL;
   if (!job) return index ? strdup(index) : NULL; /* the environment may change */
   if (gethostname(own, sizeof own - 1) != 0) own[0] = '\0';
-  const char *names[] = {node ? node : own, own, own};
+  /* Hydra copies SLURM's name of the first host to all. */
+  const char *names[] = {own, own, node ? node : own};
   for (int i = 0; i < 3; i++) {
-    if (i == 2) own[strcspn(own, ".")] = '\0';
+    if (i == 1) own[strcspn(own, ".")] = '\0';
     free(path);
     if (asprintf(&path, "%s/nccl/hosts/%s.index", job, names[i]) < 0) return NULL;
     if (access(path, F_OK) == 0) break;
