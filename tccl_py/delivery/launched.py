@@ -59,8 +59,10 @@ class Launched(msgspec.Struct, frozen=True, kw_only=True):
         if self.ranks not in (None, len(gpus)):
             return f"it is for {len(gpus)} GPUs of this host, and {self.said} says {self.ranks}"
         seen = set(gpus if self.visible is None else self.visible)
-        if (self.is_alone and self.unreadable) or not seen <= set(gpus):
-            return f"{_VISIBLE}={os.environ.get(_VISIBLE, '')[:60]} names others"
+        if self.is_alone and self.unreadable:
+            return f"{_VISIBLE} is no list of numbers"
+        if not seen <= set(gpus):
+            return f"{_VISIBLE} has GPUs that it is not for"
         if self.is_alone and seen != set(gpus):
             return f"it is for {len(gpus)} GPUs of this host, and {_VISIBLE} shows {len(seen)}"
         return ""
