@@ -388,6 +388,22 @@ def test_a_job_gets_the_file_of_the_host_it_runs_on(shell, folder, name, full, c
 
 
 @pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize("rank", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", ""])
+def test_a_script_of_several_nodes_gets_no_file_that_its_ranks_would_all_have(
+    shell, rank, tmp_path
+):
+    chains = dict.fromkeys(("gpu1", "gpu2"), ((0, (0, 1, 2, 3), 0),))
+    plan = cluster_plan([(one, FOUR) for one in chains], chains, settings=Settings(**LOCAL))
+    write_nccl_files(plan, tmp_path / "plan")
+    env_file, tools = tmp_path / "plan" / "nccl" / "env.sh", named_host(tmp_path, "gpu1", None)
+    variables = {"SLURM_JOB_NUM_NODES": "2", **({rank: "8"} if rank else {})}
+    found, said = sourced(shell, env_file, tools, **variables)
+    assert ("NCCL_GRAPH_FILE" in found) == bool(rank)
+    assert ("source this file in each rank" in said) == (not rank)
+    assert environment(plan.settings).items() <= found.items()
+
+
+@pytest.mark.parametrize("shell", SHELLS)
 @pytest.mark.parametrize(
     "node, name, chosen",
     [

@@ -105,18 +105,25 @@ _CHOICE = """\
 unset NCCL_GRAPH_FILE
 _tccl_hosts={hosts}
 _tccl_name=$(uname -n)
-for _tccl_host in "$_tccl_name" "${{_tccl_name%%.*}}" "${{SLURMD_NODENAME:-$_tccl_name}}" ''; do
-    if [ -z "$_tccl_host" ]; then
-        _tccl_host=$(hostname -f 2>/dev/null || :)
+_tccl_host=${{SLURM_STEP_NUM_TASKS-}}${{OMPI_COMM_WORLD_SIZE-}}${{PMI_SIZE-}}${{LOCAL_RANK-}}
+if [ "${{SLURM_JOB_NUM_NODES:-1}}" != 1 ] && [ -z "$_tccl_host" ]; then
+    # What a batch script exports goes to the ranks of all hosts.
+    echo "tccl: no graph file for a script of $SLURM_JOB_NUM_NODES nodes: source this file in" \\
+        "each rank" >&2
+else
+    for _tccl_host in "$_tccl_name" "${{_tccl_name%%.*}}" "${{SLURMD_NODENAME:-$_tccl_name}}" ''; do
+        if [ -z "$_tccl_host" ]; then
+            _tccl_host=$(hostname -f 2>/dev/null || :)
+        fi
+        if [ -n "$_tccl_host" ] && [ -f "$_tccl_hosts/$_tccl_host.xml" ]; then
+            export NCCL_GRAPH_FILE="$_tccl_hosts/$_tccl_host.xml"
+            break
+        fi
+    done
+    if [ -z "${{NCCL_GRAPH_FILE-}}" ]; then
+        echo "tccl: no graph file for host $_tccl_name in $_tccl_hosts:" \\
+            "NCCL chooses its own rings" >&2
     fi
-    if [ -n "$_tccl_host" ] && [ -f "$_tccl_hosts/$_tccl_host.xml" ]; then
-        export NCCL_GRAPH_FILE="$_tccl_hosts/$_tccl_host.xml"
-        break
-    fi
-done
-if [ -z "${{NCCL_GRAPH_FILE-}}" ]; then
-    echo "tccl: no graph file for host $_tccl_name in $_tccl_hosts:" \\
-        "NCCL chooses its own rings" >&2
 fi
 unset _tccl_hosts _tccl_name _tccl_host
 """
