@@ -142,9 +142,9 @@ def test_torchrun_says_how_many_ranks_it_starts_and_on_how_many_hosts(directory,
     assert said(f"--nproc-per-node={count}", "train.py") == (True, "")
     assert said("--nproc_per_node", "gpu", "train.py") == (True, "")
     has_file, why = said("--nproc_per_node", "2", "train.py")
-    assert not has_file and "torchrun's --nproc-per-node says 2" in why
+    assert not has_file and "torchrun --nproc-per-node says 2" in why
     assert not said("train.py", PET_NPROC_PER_NODE="1")[0]
-    assert "torchrun's --nnodes says 4" in said("--nnodes=1:4", "train.py")[1]
+    assert "torchrun --nnodes says 4" in said("--nnodes=1:4", "train.py")[1]
 
 
 def test_a_graph_file_of_the_plan_in_the_environment_is_not_the_users(directory):

@@ -85,11 +85,11 @@ def launched(command: Sequence[str] = ()) -> Launched:
     ranks, nodes = _torchrun(command)
     is_alone = rank is None or here == 1
     if ranks is not None:
-        said = "torchrun's --nproc-per-node"
+        said = "torchrun --nproc-per-node"
     elif not is_alone:
         ranks = here
     if nodes > 1:
-        elsewhere = f"torchrun's --nnodes says {nodes}"
+        elsewhere = f"torchrun --nnodes says {nodes}"
     text = os.environ.get(_VISIBLE, "")
     is_list = re.fullmatch(r" *\d{1,4} *(, *\d{1,4} *)*", text)
     return Launched(
