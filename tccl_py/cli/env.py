@@ -143,7 +143,6 @@ def run(
         plugin=plugin,
         equal_hosts=equal_hosts,
         force=force,
-        is_rank=True,
         command=tuple(words),
     )
     if workload is not None:

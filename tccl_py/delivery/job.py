@@ -39,8 +39,8 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     None is all GPUs, this host, the installed NCCL, and the recommended choice. With `plugin` it
     loads NCCL's plugin, up to `newest_nccl` where a trial went well with that. With `equal_hosts`
-    GPUs' UUIDs may differ, with `is_rank` this process may be one of the job's ranks, and with
-    `force` the plan of a dry run holds. `command` starts the job, if it is known.
+    GPUs' UUIDs may differ, and with `force` the plan of a dry run holds. `command` takes the place
+    of this process, which then is one of the job's ranks or starts them.
     """
 
     gpus: tuple[int, ...] | None = None
@@ -50,7 +50,6 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
     plugin: bool = False
     newest_nccl: str = ""
     equal_hosts: bool = False
-    is_rank: bool = False
     force: bool = False
     command: tuple[str, ...] = ()
 
@@ -311,7 +310,7 @@ def _offered(plan: Plan, gpus: Iterable[int] | None, say: Say) -> ChoiceName:
 def _numa_id(plan: Plan, request: JobRequest, launch: Launched) -> int | None:
     """Return the NUMA node that a plan names for the GPU of this rank; None if it names none."""
     gpus = request.gpus or plan.gpus
-    gpu = launch.gpu_of_rank(gpus) if request.is_rank else None
+    gpu = launch.gpu_of_rank(gpus) if request.command else None
     return None if gpu is None else placement(plan, gpus).get(gpu)
 
 

@@ -9,6 +9,8 @@ from pathlib import PurePath
 
 import msgspec
 
+from tccl_py.readers.live import VARIABLE as VISIBLE
+
 _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 """The number of a rank on its host: torchrun's, Open MPI's, MPICH's and SLURM's."""
 _RANKS = {
@@ -19,7 +21,6 @@ _RANKS = {
 """The numbers of ranks on a host, and of all."""
 _STEP = "SLURM_STEP_TASKS_PER_NODE"  # as 4(x2),3 of three nodes
 _NODES = "SLURM_JOB_NUM_NODES"
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _TORCHRUN = ("torch.distributed.run", "torch.distributed.launch")
 
 
@@ -27,16 +28,16 @@ class Launched(msgspec.Struct, frozen=True, kw_only=True):
     """The ranks of a job on this host, as far as anything says.
 
     `rank` is this process's number among them, None where it is none. With `is_alone` it is none,
-    or its host's only one, which may start others. `ranks` are so many by what `said` names; None:
-    not known. `elsewhere` says by what ranks are on other hosts too, and `is_script` that this
-    process comes before them. `visible` has the GPUs of CUDA_VISIBLE_DEVICES, None where it is
+    or its host's only one, which may start others. `ranks` are so many by their `source`; None: not
+    known. `elsewhere` says by what ranks are on other hosts too, and `is_script` that this
+    process comes before them. `visible` has the GPUs of CUDAVISIBLE_DEVICES, None where it is
     unset; it can be `unreadable`, as UUIDs are.
     """
 
     rank: int | None = None
     is_alone: bool = True
     ranks: int | None = None
-    said: str = ""
+    source: str = ""
     elsewhere: str = ""
     is_script: bool = False
     visible: tuple[int, ...] | None = None
@@ -57,14 +58,14 @@ class Launched(msgspec.Struct, frozen=True, kw_only=True):
     def why_not_of(self, gpus: Sequence[int]) -> str:
         """Return why a job may not have a rank on each of these GPUs of the host; "" if it may."""
         if self.ranks not in (None, len(gpus)):
-            return f"it is for {len(gpus)} GPUs of this host, and {self.said} says {self.ranks}"
+            return f"it is for {len(gpus)} GPUs of this host, and {self.source} says {self.ranks}"
         seen = set(gpus if self.visible is None else self.visible)
         if self.is_alone and self.unreadable:
-            return f"{_VISIBLE} is no list of numbers"
+            return f"{VISIBLE} is no list of numbers"
         if not seen <= set(gpus):
-            return f"{_VISIBLE} has GPUs that it is not for"
+            return f"{VISIBLE} has GPUs that it is not for"
         if self.is_alone and seen != set(gpus):
-            return f"it is for {len(gpus)} GPUs of this host, and {_VISIBLE} shows {len(seen)}"
+            return f"it is for {len(gpus)} GPUs of this host, and {VISIBLE} shows {len(seen)}"
         return ""
 
 
@@ -73,7 +74,7 @@ def launched(command: Sequence[str] = ()) -> Launched:
     # 1. Launchers that started this process. Variables of an outer one, or of the job that
     #    submitted this one, may be left over: one that has ranks elsewhere is believed.
     counts = list(_counts())
-    said, here, _ = counts[0] if counts else ("", None, 0)
+    source, here, _ = counts[0] if counts else ("", None, 0)
     elsewhere = next((f"{name} says {few} of {n}" for name, few, n in counts if few < n), "")
     numbers = map(_number, _LOCAL_RANKS if _step() else _LOCAL_RANKS[:-1])
     rank = next((number for number in numbers if number is not None), None)
@@ -85,18 +86,18 @@ def launched(command: Sequence[str] = ()) -> Launched:
     ranks, nodes = _torchrun(command)
     is_alone = rank is None or here == 1
     if ranks is not None:
-        said = "torchrun --nproc-per-node"
+        source = "torchrun --nproc-per-node"
     elif not is_alone:
         ranks = here
     if nodes > 1:
         elsewhere = f"torchrun --nnodes says {nodes}"
-    text = os.environ.get(_VISIBLE, "")
+    text = os.environ.get(VISIBLE, "")
     is_list = re.fullmatch(r" *\d{1,4} *(, *\d{1,4} *)*", text)
     return Launched(
         rank=rank,
         is_alone=is_alone,
         ranks=ranks,
-        said=said,
+        source=source,
         elsewhere=elsewhere,
         is_script=is_script,
         visible=tuple(dict.fromkeys(map(int, text.split(",")))) if is_list else None,
@@ -125,18 +126,18 @@ def _torchrun(command: Sequence[str]) -> tuple[int | None, int]:
     """Return the ranks on each host of the torchrun of a command, if it says, and its hosts."""
     if not ((command and PurePath(command[0]).name == "torchrun") or set(_TORCHRUN) & set(command)):
         return None, 1
-    found = {}
+    values = {}
     for name in ("nproc_per_node", "nnodes"):
         option = re.compile(f"--?{name.replace('_', '[-_]')}(=.*)?")
-        given = [
+        named = [
             match[1][1:] if match[1] else following
             for word, following in zip(command, (*command[1:], ""), strict=True)
             if (match := option.fullmatch(word))
         ]
-        found[name] = given[-1] if given else os.environ.get(f"PET_{name.upper()}", "")
-    ranks = re.fullmatch(r"\d{1,4}", found["nproc_per_node"])
+        values[name] = named[-1] if named else os.environ.get(f"PET_{name.upper()}", "")
+    ranks = re.fullmatch(r"\d{1,4}", values["nproc_per_node"])
     # As 2, or from 1 to 4 as 1:4.
-    nodes = re.fullmatch(r"(?:\d{1,6}:)?(\d{1,6})", found["nnodes"])
+    nodes = re.fullmatch(r"(?:\d{1,6}:)?(\d{1,6})", values["nnodes"])
     return int(ranks[0]) if ranks else None, int(nodes[1]) if nodes else 1
 
 

@@ -99,14 +99,14 @@ def node_graph_text(
 # long.
 _ENV_NOTE = f"""\
 For jobs over all hosts and GPUs of the plan, with ranks
-# in its order of hosts ({ORDER_FOLDER}/{LAUNCH_NOTES}); to be sourced on each host.
+# in its order of hosts ({ORDER_FOLDER}/{LAUNCH_NOTES}); to be sourced in each rank.
 """
 _CHOICE = """\
 unset NCCL_GRAPH_FILE
 _tccl_hosts={hosts}
 _tccl_name=$(uname -n)
-_tccl_host=${{SLURM_STEP_NUM_TASKS-}}${{OMPI_COMM_WORLD_SIZE-}}${{PMI_SIZE-}}${{LOCAL_RANK-}}
-if [ "${{SLURM_JOB_NUM_NODES:-1}}" != 1 ] && [ -z "$_tccl_host" ]; then
+_tccl_rank=${{SLURM_STEP_NUM_TASKS-}}${{OMPI_COMM_WORLD_SIZE-}}${{PMI_SIZE-}}${{LOCAL_RANK-}}
+if [ "${{SLURM_JOB_NUM_NODES:-1}}" != 1 ] && [ -z "$_tccl_rank" ]; then
     # What a batch script exports goes to the ranks of all hosts.
     echo "tccl: no graph file for a script of $SLURM_JOB_NUM_NODES nodes: source this file in" \\
         "each rank" >&2
@@ -125,7 +125,7 @@ else
             "NCCL chooses its own rings" >&2
     fi
 fi
-unset _tccl_hosts _tccl_name _tccl_host
+unset _tccl_hosts _tccl_name _tccl_rank _tccl_host
 """
 
 

@@ -36,11 +36,7 @@ exec unshare --uts sh -c 'hostname node'$rank' && exec "$@"' rank "$@"
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(
-            nodes,
-            marks=pytest.mark.gpu(count=count, real=True),
-            id=name,
-        )
+        pytest.param(nodes, marks=pytest.mark.gpu(count=count, real=True), id=name)
         for name, count, nodes in (
             ("2 x 1", 2, ((0,), (1,))),
             ("2 x 2", 4, ((0, 1), (2, 3))),
@@ -145,7 +141,6 @@ def test_nccl_loads_the_graph_files_of_the_nodes(planned, tmp_path):
         (Path(os.environ["TCCL_KEEP"]) / f"{len(nodes)}-nodes-plan.log").write_text(log)
 
 
-@pytest.mark.gpu(count=2, real=True)
 def test_the_plans_choice_is_no_slower_and_gets_what_the_plan_says(planned, tmp_path):
     """The recommended choice, or that offered for large messages where it is default NCCL."""
     nodes, plan, directory = planned

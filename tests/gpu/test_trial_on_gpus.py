@@ -10,13 +10,12 @@ from tccl_py.installation.trial import communicators, try_plugin
 from tccl_py.nccl.plugin.index import read_index
 from tccl_py.plan.retuning import retuned
 from tests.gpu.ranks import REAL, torch_nccl
-from tests.gpu.test_plugin_on_gpus import install, planned
+from tests.gpu.test_plugin_on_gpus import install, planned  # noqa: F401 (a fixture)
 
 pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(150)]
-__all__ = ["planned"]
 
 
-def test_a_trial_as_with_a_later_nccl_goes_well_with_this_one(planned, tmp_path):
+def test_a_trial_as_with_a_later_nccl_goes_well_with_this_one(planned, tmp_path):  # noqa: F811
     """A pair gains nothing, and from NCCL 2.30 on the other sets get variables of their own."""
     size, plan, fingerprint = planned
     replace, version = msgspec.structs.replace, torch_nccl()
