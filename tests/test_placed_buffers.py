@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
+from tccl_py.delivery.job import JobRequest, deliver
 from tccl_py.delivery.placement import prefer_numa_node
 from tccl_py.errors import InputError
 from tccl_py.experiments.prediction import model_cells
@@ -25,7 +26,7 @@ from tccl_py.nccl.system import PathType
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.view import view
 from tccl_py.plan.chains import sender_nodes
-from tccl_py.plan.directory import write_plan
+from tccl_py.plan.directory import placement, write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.planning.planner import make_plan
 from tccl_py.planning.request import OneNode
@@ -45,6 +46,16 @@ def plan():
 @pytest.fixture(scope="module")
 def directory(plan, tmp_path_factory):
     place = tmp_path_factory.mktemp("plans") / "placed"
+    place.mkdir()
+    write_plan(plan, place, models=as_only(load_bundled(PCIE)))
+    return place
+
+
+@pytest.fixture
+def without_library(plan, tmp_path, monkeypatch):
+    """The same as an installation without a C compiler writes it."""
+    monkeypatch.setattr("tccl_py.plan.directory.found_library", lambda *_: None)
+    place = tmp_path / "without-library"
     place.mkdir()
     write_plan(plan, place, models=as_only(load_bundled(PCIE)))
     return place
@@ -248,9 +259,36 @@ def test_jobs_get_placed_buffers_by_the_plugin_alone(directory):
     script = (directory / "nccl" / "env.sh").read_text()
     assert "export" not in script
     assert "NCCL_" not in (directory / "nccl" / "nccl.conf").read_text()
+    if not (directory / "nccl" / LIBRARY).exists():
+        pytest.skip("no C compiler was there")
     found = CliRunner().invoke(app, ["env", str(directory), "--json"])
-    if (directory / "nccl" / LIBRARY).exists():
-        assert found.exit_code == 0
-        assert set(json.loads(found.stdout)["environment"]) == WITH_PLUGIN
-    else:
-        assert found.exit_code == 2
+    assert found.exit_code == 0
+    assert set(json.loads(found.stdout)["environment"]) == WITH_PLUGIN
+
+
+def test_without_the_plugins_library_jobs_get_variables_or_memory_on_their_node(
+    plan, without_library, monkeypatch
+):
+    place = without_library
+    found = CliRunner().invoke(app, ["env", str(place), "--json"])
+    assert found.exit_code == 0
+    answer = json.loads(found.stdout)
+    assert (answer["choice"], answer["environment"]) == ("variables", {})
+    assert "no single rank" in found.stderr and "tccl_py.nccl.plugin.build" in found.stderr
+    assert CliRunner().invoke(app, ["env", str(place), "--plugin"]).exit_code == 2
+    # A rank of its own can have its memory placed.
+    told = []
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(len(plan.gpus)))
+    delivery = deliver(plan, place, JobRequest(command=("./job",)), say=told.append)
+    assert (delivery.choice, told) == ("graph", [])
+    assert delivery.numa_id == placement(plan, plan.gpus)[plan.gpus[1]]
+    assert delivery.variables["NCCL_GRAPH_FILE"] == str(place / "nccl" / "graph.xml")
+
+
+def test_a_choice_whose_jobs_need_a_library_that_is_missing_has_no_arm(plan, without_library):
+    target = read_target(plan, without_library)
+    assert {arm.name for arm in target.arms} == {"default"}  # variables set nothing
+    assert list(target.left_out) == ["graph"]
+    with pytest.raises(InputError, match="no library"):
+        target.arm("graph")

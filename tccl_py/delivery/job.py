@@ -130,16 +130,17 @@ def deliver(plan: Plan, directory: Path, request: JobRequest, *, say: Say) -> De
         say(_without_file(request.gpus or plan.gpus))
         choice, refused = "variables", request.choice is not None
     elif choice == "graph" and not plugin:
-        old_nccl = request.why_no_plugin(plan) if plan.settings.shm_placement else ""
-        plugin = plan.settings.shm_placement and not old_nccl
-        numa_id = _numa_id(plan, request, launch) if old_nccl else None
-        if old_nccl and numa_id is None:
-            say(f"variables alone, as `tccl run` starts no single rank, and {old_nccl}")
-            choice = "variables"
+        no_plugin = _why_not_placed(plan, directory, request)
+        plugin = plan.settings.shm_placement and not no_plugin
+        numa_id = _numa_id(plan, request, launch) if no_plugin else None
+        # Over several hosts ranks may have files elsewhere, and need the same variables.
+        without = "variables" if place_of is _over_gpus else choice
+        if no_plugin and numa_id is None:
+            say(f"variables alone, as `tccl run` starts no single rank, and {no_plugin}")
+            choice = without
         elif not plugin and other_ranks:
             say(f"no graph file, variables alone: {other_ranks}")
-            # Over several hosts ranks may have files elsewhere, and need the same variables.
-            choice, refused = "variables" if place_of is _over_gpus else choice, True
+            choice, refused = without, True
         elif not plugin:
             file = place.file
     # 3. Collect the variables.
@@ -305,6 +306,18 @@ def _offered(plan: Plan, gpus: Iterable[int] | None, say: Say) -> ChoiceName:
         say(f"default NCCL: the plan's variables gain nothing over GPUs {listed}")
         return "default"
     return plan.recommended
+
+
+def _why_not_placed(plan: Plan, directory: Path, request: JobRequest) -> str:
+    """Return why the plugin cannot place a plan's bounce buffers, as a clause; "" if it can."""
+    if not plan.settings.shm_placement:
+        return ""
+    try:
+        if not (why := request.why_no_plugin(plan)):
+            plugin_exports(plan, directory, equal_hosts=request.equal_hosts)
+        return why
+    except InputError as error:
+        return str(error)
 
 
 def _numa_id(plan: Plan, request: JobRequest, launch: Launched) -> int | None:

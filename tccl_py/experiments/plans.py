@@ -39,7 +39,7 @@ from tccl_py.plan.directory import files_of
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import check_files
-from tccl_py.plan.text import choice_words, plan_name
+from tccl_py.plan.text import CHOICE_WORDS, choice_words, plan_name
 from tccl_py.planning.jobs import jobs_of_tables
 from tccl_py.rank_processes.forkserver import ForkServer
 from tccl_py.readers.live import driver_version
@@ -104,8 +104,16 @@ def verify_plan(
     plan = load_plan(directory)
     check_files(directory)
     with launcher_of(plan, directory, launcher) as ready:
-        target = read_target(plan, directory)
+        target = _target(plan, directory, launcher)
         return run(target, ready, budget, tune=tune, interrupted=interrupted)
+
+
+def _target(plan: Plan, directory: Path, launcher: Launcher) -> Target:
+    """Return a plan to run, and say which choices are left out."""
+    target = read_target(plan, directory)
+    for name, why in target.left_out.items():
+        launcher.say(f"without {CHOICE_WORDS[name]}: {why}")
+    return target
 
 
 @contextmanager
@@ -290,7 +298,7 @@ def evaluate_plan(
                 parts.append((ready, target_of(made, directory).arms))
         else:
             ready = stack.enter_context(launcher_of(plan, directory, launcher))
-            target = read_target(plan, directory)
+            target = _target(plan, directory, launcher)
             sets = target.gpu_sets(gpus)
             parts += [(ready.over(members), target.over(members)) for members in sets]
         compared = [(ready, arms) for ready, arms in parts if len(arms) > 1]

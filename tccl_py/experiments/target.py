@@ -100,7 +100,10 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             if self.plan.connects_by_variables:
                 variables |= environment(self.plan.variables.settings)
             if name != "default":
-                variables |= choice_variables(self.plan, self.directory, name, self.graph_file)
+                try:
+                    variables |= self._variables(name)
+                except InputError:
+                    continue
             arm = Arm(
                 name=name,
                 variables=variables,
@@ -114,9 +117,26 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def arm(self, name: ChoiceName) -> Arm:
         """Return the arm of a choice, or of a smaller one that sets the same.
 
-        It is default NCCL's of a choice that the plan does not have.
+        It is default NCCL's of a choice that the plan does not have. Raises InputError: its jobs
+        need the plugin, which cannot be loaded.
         """
+        if name not in self._arm_of_choice and name in self.plan.choices:
+            self._variables(name)
         return self._arm_of_choice.get(name, self.arms[0])
+
+    @property
+    def left_out(self) -> Mapping[ChoiceName, str]:
+        """Return why choices have no arm: their jobs need the plugin, which cannot be loaded."""
+        faults: dict[ChoiceName, str] = {}
+        for name in self.plan.choices:
+            try:
+                self.arm(name)
+            except InputError as error:
+                faults[name] = str(error)
+        return faults
+
+    def _variables(self, name: ChoiceName) -> dict[str, str]:
+        return choice_variables(self.plan, self.directory, name, self.graph_file)
 
     def over(self, gpus: tuple[int, ...]) -> tuple[Arm, ...]:
         """Return the arms over a set of a host's GPUs: graph files need rings planned for it."""

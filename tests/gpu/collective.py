@@ -1,6 +1,7 @@
 """One rank of a real all-reduce over NCCL; started by the tests, one process a GPU.
 
-usage: python -m tests.gpu.collective RANK WORLD PORT BYTES REPEATS
+usage: python -m tests.gpu.collective RANK WORLD FILE BYTES REPEATS
+The ranks meet by a FILE that is not there yet: a free port may be taken before rank 0 listens.
 LOCAL_RANK is its GPU for CUDA, if that is not RANK.
 Prints one JSON line: whether the sums were right, and the bus bandwidth in GB/s.
 """
@@ -16,12 +17,16 @@ def main():
     import torch  # noqa: PLC0415
     import torch.distributed as dist  # noqa: PLC0415
 
-    rank, world, port, size, repeats = (int(text) for text in sys.argv[1:6])
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
-    os.environ["MASTER_PORT"] = str(port)
+    rank, world, size, repeats = (int(sys.argv[at]) for at in (1, 2, 4, 5))
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
     torch.cuda.set_device(device)
-    dist.init_process_group("nccl", rank=rank, world_size=world, device_id=device)
+    dist.init_process_group(
+        "nccl",
+        init_method=f"file://{sys.argv[3]}",
+        rank=rank,
+        world_size=world,
+        device_id=device,
+    )
     right = all(check(torch, rank, world, device, count) for count in (1, 1027, size // 4))
     busbw = measure(torch, world, device, size // 4, repeats)
     dist.destroy_process_group()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tccl_py.nccl.plugin.build import build_plugin
 from tccl_py.plan.load import load_plan
 from tccl_py.planning.planner import make_plan
 from tccl_py.simulator.descriptions import load_machine
@@ -34,6 +35,8 @@ def planned(tmp_path_factory, name, *words, **variables):
     place = (Path(shared) if shared else tmp_path_factory.mktemp("plans")) / name
     if not (place / "plan.json").exists():
         print(tccl("plan", "-o", place, *BRIEF, *words, **SHARE, **variables))
+        # tccl-py need not be installed here, and graph files with placed buffers need it.
+        build_plugin(place / "nccl")
     return place
 
 

@@ -7,7 +7,6 @@ GPUs and NVML of their own; NCCL takes them for nodes, which talk over TCP on lo
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -129,9 +128,6 @@ def assert_rings_by_the_plugin(job, log):
 
 def all_reduce(job, place, folder):
     """A rank on each GPU of a job, started by `tccl run --plugin` on its host; rank 0's log."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     environments, commands = [], []
     program = [sys.executable, "-m", "tccl_py", "run", place, "--plugin", "--"]
     program = [AGENT, "--rank", *program, sys.executable, "-m", "tests.gpu.collective"]
@@ -152,7 +148,7 @@ def all_reduce(job, place, folder):
                     "NCCL_DEBUG_FILE": str(folder / f"log{rank}"),
                 }
             )
-            commands.append([*program, rank, job.cluster.ranks, port, 1 << 20, 3])
+            commands.append([*program, rank, job.cluster.ranks, folder / "meet", 1 << 20, 3])
     codes, outputs = run_ranks(commands, environments)
     said = [error[-2000:] for _, error in outputs]
     assert codes == [0] * len(commands), said

@@ -5,7 +5,6 @@ Needs two GPUs or more and torch with NCCL. NCCL_NVLS_ENABLE is taken from the e
 
 import json
 import os
-import socket
 import subprocess
 import sys
 
@@ -38,9 +37,6 @@ def tccl(*words):
 
 def all_reduce(gpus, variables, log, *, size=SIZE, repeats=20):
     """All-reduce over these GPUs; gives the ranks' answers and NCCL's parsed log."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     surroundings = {
         **os.environ,
         **variables,
@@ -50,7 +46,8 @@ def all_reduce(gpus, variables, log, *, size=SIZE, repeats=20):
         "NCCL_DEBUG_FILE": f"{log}.%p",
     }
     words = [sys.executable, "-m", "tests.gpu.collective"]
-    commands = [[*words, rank, len(gpus), port, size, repeats] for rank in range(len(gpus))]
+    meet = log.with_name(f"meet-{log.name}")
+    commands = [[*words, rank, len(gpus), meet, size, repeats] for rank in range(len(gpus))]
     codes, outputs = run_ranks(commands, [surroundings] * len(gpus))
     assert codes == [0] * len(gpus), outputs
     answers = [json.loads(out.strip().splitlines()[-1]) for out, _ in outputs]

@@ -55,9 +55,6 @@ def settings(**choices):
 
 def run_nodes(folder, variables, graphs=("", "")):
     """All-reduce over the nodes, each with its file; gives the answers and the text of the logs."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     environments = []
     for rank, graph in enumerate(graphs):
         own = {
@@ -75,7 +72,7 @@ def run_nodes(folder, variables, graphs=("", "")):
             own["NCCL_GRAPH_FILE"] = str(folder / f"file{rank}.xml")
         environments.append({**os.environ, **variables, **own})
     words = [sys.executable, "-m", "tests.gpu.collective"]
-    commands = [[*words, rank, NODES, port, 1 << 24, 5] for rank in range(NODES)]
+    commands = [[*words, rank, NODES, folder / "meet", 1 << 24, 5] for rank in range(NODES)]
     codes, outputs = run_ranks(commands, environments)
     assert codes == [0] * NODES, outputs
     answers = [json.loads(out.strip().splitlines()[-1]) for out, _ in outputs]

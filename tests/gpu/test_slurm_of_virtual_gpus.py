@@ -66,8 +66,8 @@ def test_a_job_that_srun_starts_in_the_plans_order_runs_its_rings(slurm, planned
     write_new_plan(job, place)
     build_plugin(place / "nccl")
     ranks = job.cluster.ranks
-    (port,) = slurm_here.free_ports(1)
-    program = f"{sys.executable} -m tests.gpu.collective $SLURM_PROCID {ranks} {port} 1048576 3"
+    arguments = f"$SLURM_PROCID {ranks} {tmp_path}/meet 1048576 3"
+    program = f"{sys.executable} -m tests.gpu.collective {arguments}"
     log = f"NCCL_DEBUG_FILE={tmp_path}/log$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID"
     script = f"{log} exec {' '.join(TCCL)} run {place} --plugin -- {program}"
     variables = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,GRAPH,ENV,NET"}
