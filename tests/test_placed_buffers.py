@@ -275,6 +275,8 @@ def test_without_the_plugins_library_jobs_get_variables_or_memory_on_their_node(
     answer = json.loads(found.stdout)
     assert (answer["choice"], answer["environment"]) == ("variables", {})
     assert "no single rank" in found.stderr and "tccl_py.nccl.plugin.build" in found.stderr
+    asked = CliRunner().invoke(app, ["env", str(place), "--choice", "graph"])
+    assert (asked.exit_code, "export NCCL_GRAPH_FILE" in asked.stdout) == (1, False)
     assert CliRunner().invoke(app, ["env", str(place), "--plugin"]).exit_code == 2
     # A rank of its own can have its memory placed.
     told = []

@@ -137,7 +137,7 @@ def deliver(plan: Plan, directory: Path, request: JobRequest, *, say: Say) -> De
         without = "variables" if place_of is _over_gpus else choice
         if no_plugin and numa_id is None:
             say(f"variables alone, as `tccl run` starts no single rank, and {no_plugin}")
-            choice = without
+            choice, refused = without, request.choice is not None
         elif not plugin and other_ranks:
             say(f"no graph file, variables alone: {other_ranks}")
             choice, refused = without, True
