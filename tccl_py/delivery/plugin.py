@@ -42,7 +42,7 @@ def plugin_exports(plan: Plan, directory: Path, *, equal_hosts: bool = False) ->
     if equal_hosts and (folder / ALIKE_INDEX_FILE).is_file():
         index = named[INDEX_VARIABLE] = folder / ALIKE_INDEX_FILE
     if not library.is_file():
-        fault = "has no library of the plugin: no C compiler was there when tccl-py was installed"
+        fault = "has no library of the plugin, as tccl-py was not installed with a C compiler"
         raise InputError(str(folder), fault, f"run `{_BUILD} {quote(str(folder))}`")
     with index.open("rb") as file:
         right = f"{AGAIN}; or export the job again"
