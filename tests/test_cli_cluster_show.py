@@ -10,12 +10,14 @@ import pytest
 from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
+from tccl_py.delivery.job import JobRequest, deliver
 from tccl_py.errors import InputError
 from tccl_py.files import encode_json
 from tccl_py.model.measurement import JournalHeader
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.plan.chains import PlannedHost
 from tccl_py.plan.directory import nccl_files, write_plan
+from tccl_py.plan.load import load_plan
 from tccl_py.plan.text import assumptions, choice_json
 from tccl_py.planning.plan_sources import hosts_again
 from tccl_py.sources.journal import JournalFile
@@ -281,6 +283,30 @@ def test_a_batch_script_of_several_nodes_gets_no_file_of_the_first(tmp_path, mon
     result = tccl("env", place)
     assert (result.exit_code, evaluated(result.stdout).get("NCCL_GRAPH_FILE")) == (1, None)
     assert "each host has its own (SLURM_JOB_NUM_NODES=2)" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "given"),
+    [
+        ("torchrun --nnodes 2 --nproc-per-node 2 t.py", "file"),
+        ("torchrun --nnodes 2 --nproc-per-node 1 t.py", "variables"),
+        ("srun -N2 -n4 t.py", "variables"),
+        ("mpirun -H gpu1:2,gpu2:2 -n 4 t.py", "nothing"),
+    ],
+)
+def test_a_command_that_starts_all_hosts_ranks_gets_no_file_of_this_host(
+    command, given, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(socket, "gethostname", lambda: "gpu1")
+    chains = dict.fromkeys(("gpu1", "gpu2"), ((0, (0, 1), 0),))
+    place, told = saved(cluster_plan([(one, PAIR) for one in chains], chains), tmp_path), []
+    request = JobRequest(command=tuple(command.split()))
+    delivery = deliver(load_plan(place), place, request, say=told.append)
+    has_file = "NCCL_GRAPH_FILE" in delivery.variables
+    assert has_file == (given == "file") == (told == [])
+    assert bool(delivery.disabled) == (given == "nothing")
+    if given != "file":
+        assert f"{command.split()[0]} -" in told[0]
 
 
 @pytest.mark.parametrize(("name", "chosen"), [("other", "node7"), ("gpu1", "gpu1")])

@@ -142,9 +142,30 @@ def test_torchrun_says_how_many_ranks_it_starts_and_on_how_many_hosts(directory,
     assert said(f"--nproc-per-node={count}", "train.py") == (True, "")
     assert said("--nproc_per_node", "gpu", "train.py") == (True, "")
     has_file, why = said("--nproc_per_node", "2", "train.py")
-    assert not has_file and "torchrun --nproc-per-node says 2" in why
+    assert not has_file and "torchrun --nproc_per_node says 2" in why
     assert not said("train.py", PET_NPROC_PER_NODE="1")[0]
     assert "torchrun --nnodes says 4" in said("--nnodes=1:4", "train.py")[1]
+
+
+def test_mpirun_says_how_many_ranks_it_starts_and_those_of_other_hosts_have_no_variables(
+    directory, tmp_path
+):
+    program = tmp_path / "mpirun"
+    program.write_text("#!/bin/sh\nenv\n")
+    program.chmod(0o755)
+    count = len(load_plan(directory).gpus)
+
+    def said(*options):
+        done = run(directory, "--choice", "graph", "--", program, *options, "train.py")
+        assert done.returncode == 0
+        return done.stdout.count("NCCL_"), done.stderr
+
+    of_all = said("-n", str(count))
+    assert of_all[0] > 0 and of_all[1] == ""
+    some, why = said("-n", "2")
+    assert some == of_all[0] - 1 and "mpirun -n says 2" in why
+    none, why = said("-H", f"a:{count},b:{count}", "-n", str(2 * count))
+    assert none == 0 and "mpirun -H says 2" in why
 
 
 def test_a_graph_file_of_the_plan_in_the_environment_is_not_the_users(directory):

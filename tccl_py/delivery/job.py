@@ -113,8 +113,8 @@ def deliver(plan: Plan, directory: Path, request: JobRequest, *, say: Say) -> De
     place = place_of(plan, directory, request, say)
     other_ranks = _other_ranks(plan, place, launch, is_named=is_named)
     disabled = place.disabled or (request.why_no_plugin(plan) if request.plugin else "")
-    if place_of is _over_gpus and launch.elsewhere and not plan.simulated:
-        # Other hosts have other GPUs, and so none of its variables: a job of unlike ones hangs.
+    if launch.unlike or (place_of is _over_gpus and launch.elsewhere and not plan.simulated):
+        # Other hosts have none of its variables, as of other GPUs: a job of unlike ones hangs.
         disabled = disabled or other_ranks
     if disabled:
         say(f"the plan is disabled, NCCL chooses its own rings: {disabled}")
@@ -343,10 +343,10 @@ def _other_ranks(plan: Plan, place: _Place, launch: Launched, *, is_named: bool)
     if gpus and launch.elsewhere:
         others = f"other hosts have ranks too ({launch.elsewhere})"
         return f"it is for jobs on one host, and {others}; plan them together"
-    if is_named:
+    if is_named and not launch.unlike:
         return ""
     if launch.is_script:
-        return f"each host has its own ({launch.elsewhere}); start ranks by `srun tccl run`"
+        return f"each host has its own ({launch.elsewhere}); start each rank by `tccl run`"
     instead = "`gpus` names those of the job"
     if not gpus:
         hosts = {host.name: plan.gpus_of(host) for host in plan.hosts}

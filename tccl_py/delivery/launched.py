@@ -1,14 +1,14 @@
-"""What launchers' variables and torchrun's options say of a job: its ranks, and their GPUs."""
+"""What the launchers around a process, or in its command, say of a job: ranks, and their GPUs."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import PurePath
 
 import msgspec
 
+from tccl_py.delivery.launchers import started_by
 from tccl_py.readers.live import VARIABLE as VISIBLE
 
 _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
@@ -21,7 +21,6 @@ _RANKS = {
 """The numbers of ranks on a host, and of all."""
 _STEP = "SLURM_STEP_TASKS_PER_NODE"  # as 4(x2),3 of three nodes
 _NODES = "SLURM_JOB_NUM_NODES"
-_TORCHRUN = ("torch.distributed.run", "torch.distributed.launch")
 
 
 class Launched(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,9 +28,9 @@ class Launched(msgspec.Struct, frozen=True, kw_only=True):
 
     `rank` is this process's number among them, None where it is none. With `is_alone` it is none,
     or its host's only one, which may start others. `ranks` are so many by their `source`; None: not
-    known. `elsewhere` says by what ranks are on other hosts too, and `is_script` that this
-    process comes before them. `visible` has the GPUs of CUDAVISIBLE_DEVICES, None where it is
-    unset; it can be `unreadable`, as UUIDs are.
+    known. `elsewhere` says by what ranks are on other hosts too, which are `unlike` where they may
+    lack the variables of this process; `is_script` says that it comes before them. `visible` has
+    the GPUs of CUDA_VISIBLE_DEVICES, None where it is unset; it can be `unreadable`, as UUIDs are.
     """
 
     rank: int | None = None
@@ -39,6 +38,7 @@ class Launched(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int | None = None
     source: str = ""
     elsewhere: str = ""
+    unlike: bool = False
     is_script: bool = False
     visible: tuple[int, ...] | None = None
     unreadable: bool = False
@@ -82,24 +82,20 @@ def launched(command: Sequence[str] = ()) -> Launched:
     is_script = rank is None and not counts and (_number(_NODES) or 1) > 1
     if is_script:
         elsewhere = f"{_NODES}={_number(_NODES)}"
-    # 3. The torchrun that it starts; one rank of a launcher may start others in another way.
-    ranks, nodes = _torchrun(command)
+    # 3. Those in its command; one rank of a launcher may start others in another way.
+    started = started_by(command)
     is_alone = rank is None or here == 1
-    if ranks is not None:
-        source = "torchrun --nproc-per-node"
-    elif not is_alone:
-        ranks = here
-    if nodes > 1:
-        elsewhere = f"torchrun --nnodes says {nodes}"
+    ranks = here if started.ranks is None and not is_alone else started.ranks
     text = os.environ.get(VISIBLE, "")
     is_list = re.fullmatch(r" *\d{1,4} *(, *\d{1,4} *)*", text)
     return Launched(
         rank=rank,
         is_alone=is_alone,
         ranks=ranks,
-        source=source,
-        elsewhere=elsewhere,
-        is_script=is_script,
+        source=source if started.ranks is None else started.source,
+        elsewhere=started.elsewhere or elsewhere,
+        unlike=started.unlike,
+        is_script=is_script or started.remote,
         visible=tuple(dict.fromkeys(map(int, text.split(",")))) if is_list else None,
         unreadable=bool(text) and not is_list,
     )
@@ -120,25 +116,6 @@ def _step() -> str:
     """Return the tasks of SLURM's step; "" in a batch script, whatever submitted it left."""
     tasks = os.environ.get(_STEP, "")
     return tasks if tasks == os.environ.get("SLURM_TASKS_PER_NODE", tasks) else ""
-
-
-def _torchrun(command: Sequence[str]) -> tuple[int | None, int]:
-    """Return the ranks on each host of the torchrun of a command, if it says, and its hosts."""
-    if not ((command and PurePath(command[0]).name == "torchrun") or set(_TORCHRUN) & set(command)):
-        return None, 1
-    values = {}
-    for name in ("nproc_per_node", "nnodes"):
-        option = re.compile(f"--?{name.replace('_', '[-_]')}(=.*)?")
-        named = [
-            match[1][1:] if match[1] else following
-            for word, following in zip(command, (*command[1:], ""), strict=True)
-            if (match := option.fullmatch(word))
-        ]
-        values[name] = named[-1] if named else os.environ.get(f"PET_{name.upper()}", "")
-    ranks = re.fullmatch(r"\d{1,4}", values["nproc_per_node"])
-    # As 2, or from 1 to 4 as 1:4.
-    nodes = re.fullmatch(r"(?:\d{1,6}:)?(\d{1,6})", values["nnodes"])
-    return int(ranks[0]) if ranks else None, int(nodes[1]) if nodes else 1
 
 
 def _number(variable: str) -> int | None:
