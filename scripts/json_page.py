@@ -375,9 +375,10 @@ class Bandwidth(Keys, kw_only=True):
 
 
 class Check(Keys, kw_only=True):
-    """`tccl check --json`; the first five keys with `--preflight` alone."""
+    """`tccl check --json`; the first six keys with `--preflight` alone."""
 
     ok: Annotated[bool | UnsetType, says("whether jobs may run")] = UNSET
+    values_right: Annotated[bool | UnsetType, says("whether no result was wrong")] = UNSET
     findings: list[Problem] | UnsetType = UNSET
     collective: str | UnsetType = UNSET
     collectives_checked: int | UnsetType = UNSET

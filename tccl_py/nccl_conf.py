@@ -90,6 +90,13 @@ def conf_lines(data: bytes, *, where: str) -> tuple[ConfLine, ...]:
     )
 
 
+def why_no_default() -> str:
+    """Return why no job here gets default NCCL, as a clause: a plan is installed for all users."""
+    lines = settings_of_files({}, files=[HOST_FILE]).values()
+    gives = f"{HOST_FILE} gives all jobs the lines of an installed plan"
+    return gives if any(line.installed for line in lines) else ""
+
+
 def settings_of_files(
     environment: Mapping[str, str] = os.environ, *, files: Sequence[Path] | None = None
 ) -> dict[str, ConfLine]:

@@ -90,7 +90,8 @@ def typed_commands() -> list[tuple[str, str]]:
 @pytest.mark.parametrize("page, line", typed_commands())
 def test_commands_and_options_that_are_typed_exist(page, line):
     _, name, *arguments = re.sub(r"[()]|2>.*|\"\$\(", " ", line).replace('"', " ").split()
-    options = {one for param in COMMANDS[name].params for one in param.opts}
+    params = COMMANDS[name].params
+    options = {one for param in params for one in (*param.opts, *param.secondary_opts)}
     # After -- is the command of `tccl run`.
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
     used = {one for one in own if re.fullmatch(r"--?[a-z][a-z-]*", one)}

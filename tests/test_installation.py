@@ -5,6 +5,7 @@ import os
 import pwd
 import shutil
 import stat
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +21,10 @@ from tccl_py.delivery.job import Delivery
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.experiments.communication import Communication, keep_communication
 from tccl_py.experiments.comparison import Compared, Timed
+from tccl_py.experiments.jobs import Launcher
+from tccl_py.experiments.plans import verify_plan
 from tccl_py.experiments.record import ArmResult, Verification
+from tccl_py.experiments.rounds import RunBudget
 from tccl_py.experiments.spec import WrongValue
 from tccl_py.installation.blocks import with_block, without_block
 from tccl_py.installation.install import (
@@ -33,7 +37,7 @@ from tccl_py.installation.install import (
 from tccl_py.model.machine import Fingerprint
 from tccl_py.nccl.plugin import LIBRARY
 from tccl_py.nccl.settings import Settings, env_conflicts, env_rules, environment
-from tccl_py.nccl_conf import _reads_home, conf_lines, settings_of_files
+from tccl_py.nccl_conf import _reads_home, conf_lines, settings_of_files, why_no_default
 from tccl_py.nccl_library import InstalledNccl
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
@@ -721,6 +725,58 @@ def test_the_plugin_is_loaded_where_nccl_has_plugins_and_a_library_is_there(tmp_
     directory.chmod(0o777)
     result = tccl("env", directory, "--plugin")
     assert (result.exit_code, "can write" in result.stderr) == (2, True)
+
+
+@pytest.fixture
+def with_library(tmp_path):
+    """A plan with a file in the place of the plugin's library."""
+    directory = tmp_path / "plan"
+    directory.mkdir()
+    write_plan(needing_a_graph(plan_of(BOX)), directory)
+    (directory / "nccl" / LIBRARY).touch(mode=0o644)
+    return directory
+
+
+def test_a_library_that_others_can_replace_is_not_loaded(with_library):
+    (with_library / "nccl" / LIBRARY).chmod(0o666)
+    result = tccl("env", with_library, "--plugin")
+    assert (result.exit_code, "others can write it" in result.stderr) == (2, True)
+    assert "without the plugin" in tccl("install", with_library, "--force").stderr
+
+
+def test_other_users_get_no_lines_that_name_files_closed_to_them(with_library):
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(name)
+        place.chmod(0o755)
+        plan, conf = place / "plan", place / "nccl.conf"
+        shutil.copytree(with_library, plan)
+        words, closed = ("install", plan, "--force", "--conf", conf), plan / "nccl" / LIBRARY
+        for path, mode in ((plan, 0o700), (closed, 0o600)):
+            before = path.stat().st_mode
+            path.chmod(mode)
+            result = tccl(*words)
+            assert (result.exit_code, conf.exists()) == (2, False)
+            assert f"others cannot {'search' if path.is_dir() else 'read'} {path}" in result.stderr
+            path.chmod(before)
+        mask = os.umask(0o077)
+        try:
+            assert tccl(*words).exit_code == 0
+        finally:
+            os.umask(mask)
+        assert stat.S_IMODE(conf.stat().st_mode) == 0o644
+        tccl("uninstall", conf)
+
+
+def test_nothing_is_compared_with_default_nccl_where_all_jobs_get_an_installed_plan(
+    with_library, tmp_path, monkeypatch
+):
+    conf = tmp_path / "of-the-host.conf"
+    monkeypatch.setattr("tccl_py.nccl_conf.HOST_FILE", conf)
+    assert why_no_default() == ""
+    tccl("install", with_library, "--force", "--conf", conf)
+    assert str(conf) in why_no_default()
+    with pytest.raises(InputError, match="`tccl uninstall"):
+        verify_plan(with_library, RunBudget(), Launcher(backend="cuda"))
 
 
 def test_an_older_nccl_gets_variables_alone(tmp_path):

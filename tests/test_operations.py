@@ -137,10 +137,11 @@ def test_the_config_map_of_the_job_is_unpacked_before_the_plugin_reads_it():
     assert {"train.yaml", "check.yaml"} == set(manifest("kustomization")["resources"])
 
 
-WHOLE = '{\n "ok": false,\n "findings": [\n  {"what": "}"}\n ]\n}\n'
+WHOLE = '{\n "ok": false,\n "values_right": false,\n "findings": [\n  {"what": "}"}\n ]\n}\n'
 ENDS = {
     "passed": (0, WHOLE.replace("false", "true"), False),
-    "failed": (1, WHOLE, True),
+    "wrong values": (1, WHOLE, True),
+    "less bandwidth": (1, WHOLE.replace('right": false', 'right": true'), False),
     "an answer without the verdict": (1, '{\n "drifted": true\n}\n', False),
     "an answer that is cut": (1, WHOLE[:30], False),
     "an exception of Python": (1, "", False),
@@ -190,7 +191,7 @@ def test_the_playbook_runs_in_order_and_copies_the_units_that_there_are():
         for task in play["tasks"]
         if "ansible.builtin.command" in task
     ]
-    assert commands == ["doctor", "plan", "verify", "install"]
+    assert commands == ["doctor", "uninstall", "plan", "verify", "install"]
     # What an unchanged host says (`tccl install`) is no change.
     (installing,) = (task for task in play["tasks"] if task.get("register") == "installed")
     (said,) = re.findall("'(.+)' not in", installing["changed_when"])

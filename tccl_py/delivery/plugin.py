@@ -52,6 +52,7 @@ def plugin_exports(plan: Plan, directory: Path, *, equal_hosts: bool = False) ->
         right = f"at most {_MAX_PATH} characters without a comma"
         raise InputError(str(library), "is a path that NCCL cannot open", right)
     check_trusted(index)
+    check_trusted(library)
     loading = {PLUGIN_VARIABLE: library, **named}
     return {name: str(path) for name, path in loading.items()} | files_of(plan).variables[0]
 
@@ -65,6 +66,15 @@ def why_not_trusted(path: Path) -> str:
         sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not sticky:
             return f"others can write {place}"
+    return ""
+
+
+def why_closed(path: Path) -> str:
+    """Return what keeps other users from a file, as a clause; "" if they can read it."""
+    for place in (path, *path.parents):
+        mode = place.stat().st_mode
+        if not mode & (stat.S_IXOTH if stat.S_ISDIR(mode) else stat.S_IROTH):
+            return f"others cannot {'search' if stat.S_ISDIR(mode) else 'read'} {place}"
     return ""
 
 

@@ -34,7 +34,7 @@ from tccl_py.experiments.tuning import COMPARISON_SECONDS, SWEEP_SECONDS, run_tu
 from tccl_py.experiments.verify import Interrupted, verify_target
 from tccl_py.nccl.settings import environment
 from tccl_py.nccl.variables import HOST_VARIABLES
-from tccl_py.nccl_conf import HOST_FILE
+from tccl_py.nccl_conf import HOST_FILE, why_no_default
 from tccl_py.plan.directory import files_of
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
@@ -103,13 +103,21 @@ def verify_plan(
     """
     plan = load_plan(directory)
     check_files(directory)
+    _check_default(launcher)
     with launcher_of(plan, directory, launcher) as ready:
         target = _target(plan, directory, launcher)
         return run(target, ready, budget, tune=tune, interrupted=interrupted)
 
 
+def _check_default(launcher: Launcher) -> None:
+    """Check that jobs can have default NCCL, with which others are compared."""
+    if launcher.backend == "cuda" and (why := why_no_default()):
+        right = f"`tccl uninstall {HOST_FILE}`, and install the plan again afterwards"
+        raise InputError("default NCCL", f"cannot run: {why}", right)
+
+
 def _target(plan: Plan, directory: Path, launcher: Launcher) -> Target:
-    """Return a plan to run, and say which choices are left out."""
+    """Return a plan to compare with default NCCL, and say which choices are left out."""
     target = read_target(plan, directory)
     for name, why in target.left_out.items():
         launcher.say(f"without {CHOICE_WORDS[name]}: {why}")
@@ -289,6 +297,7 @@ def evaluate_plan(
             right = "over several hosts there are all_reduce, all_gather and reduce_scatter"
             raise InputError("`collectives`", "names none that the plan's model rates", right)
         return replace(base, cells=cells).keep(directory, launcher.say)
+    _check_default(launcher)
     with ExitStack() as stack:
         parts: list[Part] = []
         if launcher.job is not None:

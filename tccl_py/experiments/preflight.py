@@ -62,13 +62,14 @@ class Problem(msgspec.Struct, frozen=True):
 
 
 class CollectivesChecked(msgspec.Struct, frozen=True, kw_only=True):
-    """Results of the jobs, if any ran: number of compared results, faults of ranks, bandwidths.
+    """Results of the jobs, if any ran: how many were compared and wrong, faults, bandwidths.
 
     These are relative to those of the verification, if any; p values are adjusted for all sizes.
     """
 
     collective: Collective = "all_reduce"
     checked: int = 0
+    wrong: int = 0
     problems: tuple[Problem, ...] = ()
     rates: tuple[Timed, ...] = ()
 
@@ -145,6 +146,7 @@ def check_collectives(
     return CollectivesChecked(
         collective=collective,
         checked=sum(rank.checked for rank in job.results),
+        wrong=len(job.wrong),
         problems=(
             *_wrong(launcher, job),
             *(Problem("rings", "NCCL, by its log", "as planned", text) for text in differences),

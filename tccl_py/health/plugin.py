@@ -107,7 +107,7 @@ def _plugin_faults(
     elif not host.has(named.value):
         yield f"the plugin's library {named.value} is missing", _AGAIN
     elif host.root == Path("/") and (why := _why_not_loadable(named.value)):
-        yield f"the plugin's library does not load: {why}", _AGAIN
+        yield f"the plugin's library {why}", _AGAIN
     if index is None:
         yield f"{INDEX_VARIABLE} is not set: the plugin has no plan", _AGAIN
     elif why := _why_unusable(host, Path(index.value)):
@@ -123,9 +123,12 @@ def _plugin_faults(
 
 def _why_not_loadable(path: str) -> str:
     try:
+        # What others can replace is not run here either.
+        if why := why_not_trusted(Path(path)):
+            return f"is not trusted: {why}"
         ctypes.CDLL(path)
     except OSError as error:
-        return str(error)
+        return f"does not load: {error}"
     return ""
 
 

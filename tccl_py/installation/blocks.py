@@ -82,11 +82,12 @@ def has_block(path: Path) -> bool:
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """A file's bytes before and after; None is no file."""
+    """A file's bytes before and after; None is no file. All users read a `shared` one."""
 
     path: Path
     before: bytes | None
     after: bytes | None
+    shared: bool = False
 
     @property
     def needed(self) -> bool:
@@ -143,6 +144,8 @@ def apply_change(change: Change) -> None:
             handle.flush()
             if content is not None:
                 _copy_attributes(change.path, handle.fileno())
+            elif change.shared:
+                os.fchmod(handle.fileno(), 0o644)  # whatever the umask is
 
 
 def _copy_attributes(path: Path, descriptor: int) -> None:

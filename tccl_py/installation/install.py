@@ -25,7 +25,7 @@ from tccl_py.delivery.job import (
     planned_or_installed,
     why_elsewhere,
 )
-from tccl_py.delivery.plugin import PLUGIN_VARIABLE, check_trusted, plugin_exports
+from tccl_py.delivery.plugin import PLUGIN_VARIABLE, check_trusted, plugin_exports, why_closed
 from tccl_py.errors import InputError, TcclError
 from tccl_py.experiments.record import why_not_verified
 from tccl_py.files import (
@@ -168,11 +168,17 @@ def _change(delivery: Delivery, path: Path) -> Change:
     place, where = real_path(path), str(path)
     before = read_own(place)
     check_trusted(place.parent)
+    shared = place != real_path(user_file()) and not why_closed(place.parent)
+    for name in delivery.variables.values() if shared else ():
+        # Those who cannot read what it names would have its variables alone: another choice.
+        if name.startswith("/") and (why := why_closed(Path(name))):
+            right = "open it to them, or move the plan; or leave out the plugin"
+            raise InputError(where, f"is for all users, and {why}", right)
     remainder = None if before is None else without_block(before, where=where)
     if remainder is not None:
         _check_remainder(delivery, remainder, where)
     after = with_block(before, conf_body(delivery), where=where)
-    return Change(path=place, before=before, after=after)
+    return Change(path=place, before=before, after=after, shared=shared)
 
 
 def _check_remainder(delivery: Delivery, remainder: bytes, where: str) -> None:

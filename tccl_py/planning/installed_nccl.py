@@ -23,7 +23,7 @@ from tccl_py.nccl.communicators import Question
 from tccl_py.nccl.settings import environment
 from tccl_py.nccl.validator import Verdict
 from tccl_py.nccl.versions import ASSUMED
-from tccl_py.nccl_conf import HOST_FILE
+from tccl_py.nccl_conf import HOST_FILE, why_no_default
 from tccl_py.nccl_library import InstalledNccl, installed_nccl
 from tccl_py.plan.chains import ChoiceName, SizeAnswer
 from tccl_py.plan.directory import GRAPH_FILE, graph_files, nccl_files
@@ -70,8 +70,7 @@ def rings_here(place: MeasuredMachine, gpus: Sequence[int] | None) -> InstalledR
     rings = InstalledRings(place.machine, place.knowledge, chosen, sizes=SIZES)
     if HOST_FILE.exists():
         rings.notices.append(f"{HOST_FILE} holds for all NCCL jobs here, default NCCL as well")
-    why = why_not_asked(chosen)
-    if why:
+    if why := why_no_default() or why_not_asked(chosen):
         rings.unable(why)
     return rings
 

@@ -27,6 +27,7 @@ def preflight_json(plan: Plan, preflight: Preflight) -> dict[str, Any]:
     jobs = preflight.collectives
     return {
         "ok": preflight.ok,
+        "values_right": not jobs.wrong,
         "findings": preflight.problems,
         "collective": jobs.collective,
         "collectives_checked": jobs.checked,
