@@ -264,6 +264,13 @@ def test_the_environment_comes_before_the_file(tmp_path):
     ]
 
 
+@pytest.mark.parametrize(("name", "careful"), [("NCCL_P2P_DISABLE", True), ("NCCL_ALGO", False)])
+def test_what_people_set_against_hangs_is_taken_out_on_a_condition_alone(tmp_path, name, careful):
+    (finding,) = examine(HostState(root=tmp_path, environment={name: "1"})).findings
+    assert finding.fix.startswith("only if nobody set it against hangs" if careful else "unset")
+    assert finding.fix.endswith(f"unset {name}")
+
+
 def test_a_graph_file_in_a_job_is_worth_a_note_only(tmp_path):
     write(tmp_path, "a.xml", "<graphs/>")
     assert settings(tmp_path, NCCL_GRAPH_FILE="/a.xml") == [

@@ -102,7 +102,8 @@ def check_settings(host: HostState) -> Results:
             effect = "; it holds for every job that does not set it itself"
             effect = "; it overrides a plan's setting" if line.where == ENVIRONMENT else effect
             fault = f"{name}={cut(line.value)} is set"
-            yield defect(name, line.where, what=fault, effect=effect, fix=_undo(line))
+            fix = f"{rule.fix}{_undo(line)}"
+            yield defect(name, line.where, what=fault, effect=effect, fix=fix)
 
 
 def _pinned_functions(host: HostState, variables: Mapping[str, ConfLine]) -> Results:
