@@ -72,8 +72,9 @@ class StandIn:
     ):
         """Play communicators, (kind, hash, ranks) each; return (hash, rank) -> (size, FNV).
 
-        `nodes` has the preferred NUMA node of each, and `said` the text on stderr. `wrapper` is the
-        start of the command, `release` what the plugin is told of NCCL, `record` what NCCL asks.
+        `nodes` has the preferred NUMA node of each, `buffers` its NCCL_BUFFSIZE or "-", and `said`
+        the text on stderr. `wrapper` is the start of the command, `release` what the plugin is told
+        of NCCL, `record` what NCCL asks.
         """
         lines = "".join(f"{kind} {name:x} {','.join(map(str, r))}\n" for kind, name, r in script)
         record = record or RECORDS / f"asked-by-{version}.txt"
@@ -93,6 +94,7 @@ class StandIn:
         *answers, seconds = done.stdout.splitlines()
         self.start, *self.seconds = map(float, seconds.split()[1:])
         parts = [line.split() for line in answers]
+        self.buffers = {(int(p[0], 16), int(p[1])): p[4] for p in parts}
         self.nodes = {(int(p[0], 16), int(p[1])): int(p[6]) for p in parts}
         return {(int(p[0], 16), int(p[1])): (int(p[2]), int(p[3], 16)) for p in parts}
 

@@ -9,7 +9,9 @@
  *     shared HASH R,R,...   a child that shares its parent's network
  *     late HASH R,R,...     the ranks fail when the profiler is initialised
  *     racy HASH R,R,...     the ranks do not wait for each other
- * Prints `HASH RANK SIZE FNV PROTO ALGO NODE` for each rank of a communicator: the graph file that
+ *     early HASH R,R,...    NCCL 2.28.9 starts too, when all ranks but the last have their network
+ *     amid HASH R,R,...     NCCL 2.28.9 starts too, before the ranks ask for graph file and variables
+ * Prints `HASH RANK SIZE FNV BUFFSIZE ALGO NODE` for each rank of a communicator: the graph file that
  * the plugin answered, or 0 0, and the NUMA node that the thread prefers when NCCL would create the
  * proxy's thread, or -1; and at last the seconds of loading the plan, and the mean and the worst
  * seconds in the plugin for a rank of a communicator. Exits 1 where a thread keeps its preference.
@@ -103,15 +105,16 @@ static int profile(uint64_t hash, int rank, int ranks, void **context) {
 
 /* Play one communicator on one rank. */
 static void play(struct line *line, int place, bool first) {
-  bool mute = strcmp(line->kind, "lacks") == 0 && place == line->count - 1;
   bool shared = strcmp(line->kind, "shared") == 0, behind = false;
-  bool racy = strcmp(line->kind, "racy") == 0;
+  bool racy = strcmp(line->kind, "racy") == 0, last = place == line->count - 1;
+  bool early = strcmp(line->kind, "early") == 0, amid = strcmp(line->kind, "amid") == 0;
   const struct section *asked = &sections[shared ? 2 : first ? 0 : 1];
-  bool blind = strcmp(line->kind, "blind") == 0 && place == line->count - 1;
+  bool blind = strcmp(line->kind, "blind") == 0 && last;
+  bool mute = strcmp(line->kind, "lacks") == 0 && last;
   /* Behind it are no communicators of other threads, whose ranks the plugin would take for its. */
   char *comm = calloc(1, HASH_AT + 64 + (blind ? SCANNED_BYTES : 0));
   uint32_t ranks[2] = {(uint32_t)place, (uint32_t)line->count};
-  char proto[32] = "-", algo[32] = "-";
+  char buffers[32] = "-", algo[32] = "-";
   int node = -1;
   void *context = NULL;
   size_t size = 0;
@@ -121,11 +124,15 @@ static void play(struct line *line, int place, bool first) {
   memcpy(comm + HASH_AT + 8, ranks, 8);
   for (int i = 0; i < asked->count; i++) {
     const char *name = asked->names[i], *answer = NULL;
+    bool starts = (early && strcmp(name, "net") == 0) || (amid && strcmp(name, "NCCL_TOPO_FILE") == 0);
+    if (starts && early && last) pthread_barrier_wait(&line->barrier);
+    if (starts && last) environment->init(2, 28, 9, "", NULL);
     if (strcmp(name, "net") == 0 && !mute) {
       double start = now();
       network->init((void **)comm, line->hash, NULL, NULL, NULL);
       spent += now() - start;
     }
+    if (starts && !(early && last)) pthread_barrier_wait(&line->barrier);
     bool next = strcmp(name, "NCCL_P2P_DISABLE") == 0 || strcmp(name, "NCCL_TOPO_DUMP_FILE") == 0;
     if (next && strcmp(line->kind, "failed") == 0) break;
     if (strcmp(name, "net") == 0 && racy) usleep((unsigned)rand() % 500);
@@ -144,7 +151,7 @@ static void play(struct line *line, int place, bool first) {
     if (init && first) node = profile(line->hash, place, line->count, &context);
     if (!answer) continue;
     if (strcmp(name, "NCCL_GRAPH_FILE") == 0) read_file(answer, &size, &fnv);
-    if (strcmp(name, "NCCL_PROTO") == 0) snprintf(proto, sizeof proto, "%s", answer);
+    if (strcmp(name, "NCCL_BUFFSIZE") == 0) snprintf(buffers, sizeof buffers, "%s", answer);
     if (strcmp(name, "NCCL_ALGO") == 0) snprintf(algo, sizeof algo, "%s", answer);
   }
   free(comm);
@@ -152,7 +159,7 @@ static void play(struct line *line, int place, bool first) {
   pthread_mutex_lock(&output);
   if (strcmp(line->kind, "failed") != 0)
     printf("%llx %d %zu %llx %s %s %d\n", (unsigned long long)line->hash, line->ranks[place], size,
-           (unsigned long long)fnv, proto, algo, node);
+           (unsigned long long)fnv, buffers, algo, node);
   if (spent > worst) worst = spent;
   total += spent;
   communicators++;
@@ -221,6 +228,7 @@ int main(int count, char **arguments) {
   double start = now();
   environment->init(nccl[0], nccl[1], nccl[2], "", NULL);
   start = now() - start;
+  if (nccl[1] >= 30) environment->get("NCCL_NO_CACHE"); /* before all other variables */
   environment->get("NCCL_NET_PLUGIN");
   for (intptr_t i = 0; i < RANKS; i++) pthread_create(&threads[i], NULL, be_rank, (void *)i);
   for (int i = 0; i < RANKS; i++) pthread_join(threads[i], NULL);

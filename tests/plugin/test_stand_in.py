@@ -132,6 +132,52 @@ def test_ranks_get_the_same_from_an_nccl_that_asks_in_another_order(tmp_path, pl
         assert answers <= {(0, 0), file_answer(plan, ranks) if whole else (0, 0)}
 
 
+GIVEN = {"nccl": "2.30", "given": {"NCCL_BUFFSIZE": "524288"}}
+NEEDED = {"NCCL_COMM_SPLIT_SHARE_RESOURCES": "0"}
+
+
+@pytest.mark.parametrize("sanitizer", ["", "thread"])
+def test_all_ranks_get_default_nccl_once_a_process_has_two_releases(folder, tmp_path, sanitizer):
+    plan, program = stand_in_plan(tmp_path, needed=NEEDED, **GIVEN), StandIn(folder, sanitizer)
+    script = [("early", 7, (0, 1)), ("comm", 8, (0, 1, 2))]
+    found = program.run(plan, script, TCCL_DEBUG="1", **NEEDED)
+    assert set(found.values()) == {(0, 0)} and set(program.buffers.values()) == {"-"}
+    assert program.said.count("this process has two releases of NCCL, 2.30.7 and 2.28.9\n") == 1
+    reasons = re.findall(r"(\d of \d): default NCCL: rank \d: its process has two", program.said)
+    assert sorted(reasons) == ["0 of 2", "0 of 3", "1 of 2", "1 of 3", "2 of 3"]
+
+
+@pytest.mark.parametrize("sanitizer", ["", "thread"])
+def test_all_ranks_of_a_begun_communicator_get_the_plan_where_another_release_starts(
+    folder, tmp_path, sanitizer
+):
+    plan, program = stand_in_plan(tmp_path, needed=NEEDED, **GIVEN), StandIn(folder, sanitizer)
+    found = program.run(plan, [("amid", 7, (0, 1)), ("comm", 8, (0, 1, 2))], **NEEDED)
+    own = {(7, rank): file_answer(plan, (0, 1)) for rank in range(2)}
+    assert found == own | {(8, rank): (0, 0) for rank in range(3)}
+    assert program.buffers == {key: "524288" if key in own else "-" for key in found}
+
+
+def test_a_tuner_goes_by_the_first_release_where_another_one_starts(tmp_path, plain):
+    library = ctypes.CDLL(shutil.copy(plain.plugin, tmp_path / "own-statics.so"))
+    start = function_of(library, "ncclEnvPlugin_v1", 1)
+    choose = function_of(library, "ncclTunerPlugin_v5", 2)
+    told = (ctypes.c_int * 4).in_dll(library, "tccl_told")
+    costs, channels, size = (ctypes.c_float * 21)(*[1.0] * 21), ctypes.c_int(0), 1 << 20
+    for release in ((2, 30, 7), (2, 28, 9)):
+        start(*release, b"")
+        told[:] = [1, 2, 8, 0]  # ring, simple, 8 channels; and the calls that got them
+        choose(None, 2, ctypes.c_size_t(size), 1, costs, 7, 3, 0, ctypes.byref(channels))
+        # From 2.29 on no all-gather gets channels.
+        assert (told[3], channels.value) == (0, 0)
+
+
+def function_of(library, struct, place):
+    """Return a function of a plugin's struct, by its place there."""
+    pointers = (ctypes.c_void_p * (place + 1)).in_dll(library, struct)
+    return ctypes.CFUNCTYPE(ctypes.c_int)(pointers[place])
+
+
 @pytest.mark.parametrize("version", ["2.28.3", "2.33.0"])
 def test_a_release_that_was_not_tried_gets_default_nccl(plan, plain, version):
     assert set(plain.run(plan, PAIR, release=version).values()) == {(0, 0)}

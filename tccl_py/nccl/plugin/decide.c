@@ -18,6 +18,7 @@ static const char *const refusals[REFUSALS] = {
     [USER_VARIABLE] = "a variable contradicts the plan or is missing",
     [OTHER_GPU] = "its GPU is not the plan's",
     [NO_MEMORY_FILE] = "it has no file in memory",
+    [TWO_RELEASES] = "its process has two releases of NCCL",
 };
 
 /* Check one post against this rank's own; return why it means default NCCL, or NULL. */
@@ -191,6 +192,7 @@ static bool find_ranks(const void *context, uint64_t hash, uint32_t *rank, uint3
 }
 
 static enum refusal identify(const struct plan *plan, struct post *post, char why[MAX_REASON]) {
+  if (has_two_releases()) return explain(why, "%s", refusals[TWO_RELEASES]), TWO_RELEASES;
   const char *other = contradiction(plan);
   if (other) return explain(why, "%s", other), USER_VARIABLE;
   post->gpu = current_gpu(plan, &post->nvml, why);

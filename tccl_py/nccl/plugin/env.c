@@ -25,19 +25,21 @@ struct environment {
   const char *(*get)(const char *);
 };
 
-static pthread_once_t once = PTHREAD_ONCE_INIT;
+static pthread_mutex_t starting = PTHREAD_MUTEX_INITIALIZER;
 static struct plan *plan;
 static struct environment *next;   /* somebody else's environment plugin, behind this one */
 static char *own_path;             /* of this library */
 static char *networks;             /* the answer for NCCL_NET_PLUGIN */
 static char *uncached;             /* the answer for NCCL_NO_CACHE */
 static bool rereads;               /* NCCL has asked for it */
-static uint32_t version;
+static uint32_t version;           /* of this process's first NCCL, for which the plan was checked */
+static bool mixed;                 /* another release has started since */
 static logger_t logger;
 static bool debug;
 
 const struct plan *active_plan(void) { return plan; }
 uint32_t nccl_version(void) { return version; }
+bool has_two_releases(void) { return __atomic_load_n(&mixed, __ATOMIC_ACQUIRE); }
 void set_logger(void *function) { __atomic_store_n((void **)&logger, function, __ATOMIC_RELEASE); }
 
 const char *user_value(const char *name) { return next ? next->get(name) : getenv(name); }
@@ -119,7 +121,7 @@ static bool list_networks(char why[MAX_REASON]) {
   const char *others = user_value("NCCL_NET_PLUGIN");
   if (!others) others = "libnccl-net.so";
   else if (strcasecmp(others, "none") == 0) others = "";
-  if (dladdr(&once, &info) == 0 || !realpath(info.dli_fname, own))
+  if (dladdr(&plan, &info) == 0 || !realpath(info.dli_fname, own))
     return explain(why, "the plugin does not find its own file");
   if (strlen(own) > MAX_LIBRARY_NAME || strchr(own, ','))
     return explain(why, "NCCL cannot open %.120s: a comma, or too long", own);
@@ -188,7 +190,7 @@ static void load_next(const uint8_t nccl[3], const char *suffix, logger_t log, i
   const char *path = getenv("TCCL_ENV_PLUGIN_NEXT");
   void *library = path && path[0] ? dlopen(path, RTLD_NOW | RTLD_LOCAL) : NULL;
   struct environment *found = NULL;
-  if (!path || !path[0] || next) return;
+  if (!path || !path[0]) return;
   if (library && api == 2) found = dlsym(library, "ncclEnvPlugin_v2");
   if (library && !found) found = dlsym(library, "ncclEnvPlugin_v1");
   if (found && dlsym(library, "tccl_plugin") == NULL &&
@@ -198,12 +200,24 @@ static void load_next(const uint8_t nccl[3], const char *suffix, logger_t log, i
     say("TCCL_ENV_PLUGIN_NEXT=%s: no environment plugin that starts", path);
 }
 
+/* Another release of NCCL in this process shares this library, and neither questions nor the network's
+ * init say whose they are. So all later posts refuse the plan (decide.c). What was posted before is the
+ * first NCCL's, and other ranks count on it: those communicators go on as if nothing had happened. */
 static int start(const uint8_t nccl[3], const char *suffix, logger_t log, int api) {
+  uint32_t own = nccl[0] * 10000u + nccl[1] * 100u + nccl[2];
   if (log) set_logger((void *)log);
-  debug = enabled("TCCL_DEBUG");
-  version = nccl[0] * 10000u + nccl[1] * 100u + nccl[2];
-  load_next(nccl, suffix, log, api);
-  pthread_once(&once, load);
+  pthread_mutex_lock(&starting);
+  if (!version) {
+    debug = enabled("TCCL_DEBUG");
+    version = own;
+    load_next(nccl, suffix, log, api);
+    load();
+  } else if (own != version) {
+    __atomic_store_n(&mixed, true, __ATOMIC_RELEASE);
+    say("default NCCL: this process has two releases of NCCL, %u.%u.%u and %u.%u.%u",
+        version / 10000, version / 100 % 100, version % 100, nccl[0], nccl[1], nccl[2]);
+  }
+  pthread_mutex_unlock(&starting);
   return SUCCESS; /* a failure would fail every later call of NCCL */
 }
 

@@ -102,7 +102,7 @@ uint64_t host_identity(const char *nccl_hostid);
 int current_gpu(const struct plan *plan, int *nvml, char why[MAX_REASON]);
 
 /* board.c: posts of a communicator's ranks, in a file of /dev/shm. */
-enum refusal { AGREES, USER_VARIABLE, OTHER_GPU, NO_MEMORY_FILE, REFUSALS };
+enum refusal { AGREES, USER_VARIABLE, OTHER_GPU, NO_MEMORY_FILE, TWO_RELEASES, REFUSALS };
 struct post { /* 104 bytes without padding; written by one append */
   char magic[8];
   uint64_t hash;
@@ -146,6 +146,7 @@ const struct plan *active_plan(void);
 const char *user_value(const char *name);
 const char *contradiction(const struct plan *plan);
 uint32_t nccl_version(void);
+bool has_two_releases(void);
 void set_logger(void *logger);
 int nothing(void *unused); /* for halves that need a function */
 void say(const char *format, ...) __attribute__((format(printf, 1, 2)));
