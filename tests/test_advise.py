@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
-from tccl_py.health.advice import advice_request, advise
+from tccl_py.health.advice import advice_by, advice_request
 from tccl_py.health.doctor import Diagnosis
 from tccl_py.health.host import Defect
 from tccl_py.plan.load import load_plan
@@ -22,8 +22,17 @@ def tccl(*arguments):
     return CliRunner().invoke(app, ["advise", *map(str, arguments)])
 
 
+def advise(subject, diagnosis=None):
+    return advice_by(subject.search(None), subject, diagnosis)
+
+
+def request_of(name, seconds=1000):
+    request = advice_request(name)
+    return replace(request, budget=replace(request.budget, seconds=seconds))
+
+
 def model_of(name, seconds=1000):
-    return machine_subject(advice_request(name, seconds=seconds), pytest.fail)
+    return machine_subject(request_of(name, seconds), pytest.fail)
 
 
 @pytest.mark.parametrize("name", SEVERAL_GPUS)
@@ -52,7 +61,7 @@ def test_a_topology_file_of_nccl_is_enough():
 
 
 def test_rules_that_were_not_checked_for_a_release_are_an_assumption():
-    request = replace(advice_request("amd-v100", seconds=1000), version="2.35.1")
+    request = replace(request_of("amd-v100"), version="2.35.1")
     found = advise(machine_subject(request, pytest.fail))
     assert any("NCCL 2.35.1 is newer than 2.32" in text for text in found.assumptions)
 
@@ -76,7 +85,7 @@ def test_when_the_time_is_up_the_advice_says_that_a_full_plan_may_find_more():
 def test_this_machine_is_measured_as_its_plan_measures_it(monkeypatch):
     host = measured_machine("host", 2)
     monkeypatch.setattr("tccl_py.sources.profiled.measured_machine", lambda *_: host)
-    found = advise(machine_subject(advice_request(None, seconds=1e-9), lambda _: None))
+    found = advise(machine_subject(request_of(None, 1e-9), lambda _: None))
     assert (found.simulated, found.assumptions) == (False, ())
     assert found.default_gbps > 0
     assert "1 set measured here" in found.sure

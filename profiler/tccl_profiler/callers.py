@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar, cast
 
-from tccl_profiler.retries import RETRIES
 from tccl_py.errors import limit_reached
 
 BACKLOG = 4096  # connections that wait to be accepted; the kernel may allow less
 TOKEN_BYTES = 16
 _LOOK_S = 0.05
+_PORTS = 20  # tried where one is taken at a later address
 _MOST_STRANGERS = 64
 
 Caller = TypeVar("Caller")
@@ -30,7 +30,7 @@ def tokens_for(callers: Iterable[Caller]) -> dict[bytes, Caller]:
 @contextlib.contextmanager
 def listening(addresses: Sequence[str]) -> Iterator[list[socket.socket]]:
     """Listen on these addresses of this host alone, on one port of all."""
-    for remaining in reversed(range(RETRIES.taken_port)):
+    for remaining in reversed(range(_PORTS)):
         with contextlib.ExitStack() as stack:
             listeners: list[socket.socket] = []
             try:

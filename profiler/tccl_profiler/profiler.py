@@ -28,13 +28,13 @@ from tccl_profiler.precision import (
 )
 from tccl_profiler.program import MAX_REPEATS, Program
 from tccl_profiler.rates import Clock, offset_from_pings
-from tccl_profiler.retries import RETRIES
 from tccl_py.errors import BudgetSpentError, MeasurementError
 from tccl_py.model.measurement import TOGETHER, FlowCoupling, Measurement, Sets, listed_sets
 from tccl_py.model.transfer import Flow, TransferSet, transfer_set
 
 _TRIALS = (0.5, 4.0, 20.0)
 """Windows of trials and checks, in shortest windows, until bytes have moved in every channel."""
+_ATTEMPTS = 2  # at a set, the second with new workers where one was lost
 _PACINGS = 3  # how often repeats may be discarded because a copy ended before their window did
 _MORE = 4  # repeats that are added where the first were not enough
 _UNCOUNTED = 6  # invalid repeats of the longest window that, being the majority, fail the set
@@ -169,7 +169,7 @@ class Profiler:
                     raise BudgetSpentError(lost[0]) from error
                 self._clocks.clear()
                 self._pinged_s = -math.inf
-                if len(lost) == RETRIES.lost_worker:
+                if len(lost) == _ATTEMPTS:
                     text = "; then, with all workers started anew, ".join(lost)
                     raise MeasurementError(f"{transfers}: {text}") from error
             self.note(f"{lost[-1]}; all workers were started anew and {transfers} measured again")

@@ -9,11 +9,11 @@ taken as one of send/recv.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from statistics import median
 
 import msgspec
+import numpy as np
 
 from tccl_py.decision import undominated
 from tccl_py.experiments.comparison import Timed
@@ -117,12 +117,6 @@ def at_size(curve: Curve, size: int) -> float:
     >>> [round(at_size([(4, 1.0), (16, 4.0)], size), 6) for size in (1, 4, 8, 16, 64)]
     [1.0, 1.0, 2.0, 4.0, 16.0]
     """
-    at = bisect_left(curve, (size, 0.0))
-    if at == 0:
-        return curve[0][1]
-    (small, fast) = curve[at - 1]
-    if at == len(curve):
-        return fast * size / small
-    (large, slow) = curve[at]
-    share = math.log(size / small) / math.log(large / small)
-    return fast * math.exp(share * math.log(slow / fast))
+    sizes, seconds = np.array(curve).T
+    known = math.exp(np.interp(math.log(size), np.log(sizes), np.log(seconds)))
+    return known * max(1.0, size / curve[-1][0])

@@ -81,20 +81,10 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
         yield "Next", self.following
 
 
-def advice_request(
-    machine: str | None, *, p2p: bool | None = None, seconds: float = SECONDS
-) -> PlanRequest:
+def advice_request(machine: str | None, *, p2p: bool | None = None) -> PlanRequest:
     """Return what is planned for advice: a model or this machine, in time, all GPUs only."""
-    budget = msgspec.structs.replace(DEFAULT_BUDGET, seconds=seconds)
+    budget = msgspec.structs.replace(DEFAULT_BUDGET, seconds=SECONDS)
     return PlanRequest(simulate=machine, p2p=p2p, budget=budget, subsets=False)
-
-
-def advise(subject: Subject, diagnosis: Diagnosis | None = None) -> Advice:
-    """Plan the machine of an `advice_request` as `tccl plan` does; say what to try.
-
-    Raises InputError: fewer than two GPUs. SearchError, MeasurementError: as `make_plan`.
-    """
-    return advice_by(subject.search(None), subject, diagnosis)
 
 
 def advice_by(plan: Plan, subject: Subject, diagnosis: Diagnosis | None = None) -> Advice:

@@ -18,7 +18,6 @@ from tccl_py.model.transfer import Flow
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.system import PathType
 from tccl_py.nccl.tuner import SizeChoice
-from tccl_py.nccl.versions import unchecked
 
 if TYPE_CHECKING:
     from tccl_py.plan.plan import Plan
@@ -270,11 +269,6 @@ def preferred(rate: float, than: float, *, less: bool) -> bool:
 def is_at_bound(rate_gbps: float, bound_gbps: float | None) -> bool:
     """Return whether a bound shows that no rings are clearly faster; None shows nothing."""
     return bound_gbps is not None and bound_gbps <= rate_gbps * (1 + PROOF)
-
-
-def version_notices(version: str) -> tuple[str, ...]:
-    """Return a notice where the rules of another version of NCCL stand for this version's."""
-    return tuple(filter(None, [unchecked(version)]))
 
 
 def sender_nodes(machine: Machine, rings: Iterable[Ring | PlanChain]) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from tccl_py.model.rings import Ring, RingSet, nics_of
 from tccl_py.model.transfer import Fifo, Flow, Place, Transfer, TransferSet, transfer_set
 from tccl_py.nccl.graph_search import DefaultChoice
 from tccl_py.nccl.settings import Settings
-from tccl_py.nccl.versions import version_facts
+from tccl_py.nccl.versions import unchecked, version_facts
 from tccl_py.nccl.view import NcclView
 from tccl_py.plan.chains import (
     HostPath,
@@ -26,7 +26,6 @@ from tccl_py.plan.chains import (
     PlannedHost,
     condensed,
     is_at_bound,
-    version_notices,
 )
 from tccl_py.plan.directory import path_types
 from tccl_py.plan.plan import Plan
@@ -278,7 +277,7 @@ def assembled(
         sets_by_symmetry=0,
         stock=default,
         variables=variables,
-        notices=(*notices, *version_notices(version), *other_count),
+        notices=(*notices, *filter(None, [unchecked(version)]), *other_count),
         pinned_env=dict(request.pinned_env),
         cancelled=cancelled,
     )

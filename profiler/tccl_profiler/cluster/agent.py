@@ -38,7 +38,7 @@ from tccl_profiler.program import HostProgram
 from tccl_profiler.session import pool_of
 from tccl_profiler.watch import warnings, watching
 from tccl_py.children import search_path
-from tccl_py.errors import MeasurementError, TcclError, limit_reached
+from tccl_py.errors import MeasurementError, TcclError, Terminated, limit_reached
 from tccl_py.model.transfer import place_named
 from tccl_py.rank_processes.forkserver import ForkServer
 from tccl_py.rank_processes.rank import Rendezvous
@@ -60,10 +60,6 @@ class ControllerLost(Exception):  # noqa: N818 - says what happened
 
 class _Aborted(Exception):  # noqa: N818 - says what happened
     """The controller gives up the current run."""
-
-
-class Terminated(BaseException):
-    """The launcher tells this process to end."""
 
 
 class Ran(msgspec.Struct, frozen=True, kw_only=True):

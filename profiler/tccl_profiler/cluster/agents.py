@@ -37,7 +37,6 @@ from tccl_profiler.messages import (
 from tccl_profiler.nccl_links import process_variables
 from tccl_profiler.program import Link, Program
 from tccl_profiler.rates import ClockReading, offset_from_pings
-from tccl_profiler.retries import RETRIES
 from tccl_py.errors import InputError, MeasurementError, SourceLostError
 from tccl_py.model.transfer import TransferSet, place_named
 from tccl_py.rank_processes.rank import Rendezvous
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
 
 _LOOK_S = 0.2
 _PING_LIMIT_S = 0.1
+_RELEASES, _LINKS = 3, 2  # attempts at a run, where hosts were late and where a link broke
 _SPARE_S = 30.0  # time after the ranks' own timeout in which an agent reports it
 
 
@@ -283,18 +283,18 @@ class ClusterPool:
         """Run a program's repeats, each released on all hosts at the same time."""
         self._ready()
         broken: list[str] = []
-        for attempt in range(1, RETRIES.late_release + 1):
+        for attempt in range(1, _RELEASES + 1):
             try:
                 self._connect(program)
                 with realtime():
                     results, late = self._attempt(program, spec)
             except LinkLost as error:
                 broken.append(str(error))
-                if len(broken) == RETRIES.broken_link:
+                if len(broken) == _LINKS:
                     raise WorkerLost("; then, made again, ".join(broken)) from error
                 continue
             # On a machine that is too busy, the overlap decides which repeats count.
-            if not late or attempt == RETRIES.late_release:
+            if not late or attempt == _RELEASES:
                 return results
         raise WorkerLost("; then, made again, ".join(broken))
 

@@ -24,11 +24,11 @@ import msgspec
 
 from tccl_profiler.callers import accepted, listening, tokens_for
 from tccl_profiler.cluster import messages as say
-from tccl_profiler.cluster.agent import Agent, ControllerLost, Terminated, set_agent_signals
+from tccl_profiler.cluster.agent import Agent, ControllerLost, set_agent_signals
 from tccl_profiler.cluster.facts import addresses
 from tccl_profiler.messages import ConnectionClosed, Endpoint, Stop
 from tccl_py.children import child_environment, child_with_socket, search_path
-from tccl_py.errors import InputError, MeasurementError, SourceLostError, raise_limit
+from tccl_py.errors import InputError, MeasurementError, SourceLostError, Terminated, raise_limit
 from tccl_py.model.cluster import check_host_name
 
 if TYPE_CHECKING:
