@@ -7,10 +7,11 @@ import sys
 import pytest
 from msgspec.structs import replace
 
+from tccl_py.nccl.plugin import LIBRARY
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.retuning import retuned
-from tests.planned import SMALL, plan_of
+from tests.planned import SMALL, needing_a_graph, plan_of
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +88,10 @@ def test_env_names_what_contradicts_the_plan_and_is_not_replaced_by_what_it_expo
     assert errors(NCCL_CONF_FILE=str(conf)) == ""
     assert f"NCCL_GRAPH_FILE ({conf}:1)" in errors("variables", NCCL_CONF_FILE=str(conf))
     assert "NCCL_SHM_DISABLE" in errors(NCCL_SHM_DISABLE="1")
-    for replaced in ({"NCCL_GRAPH_FILE": "/other"}, {"NCCL_BUFFSIZE": "65536"}, {}):
-        assert errors(**replaced) == ""
+    assert errors() == ""
+    for name, own in {"NCCL_GRAPH_FILE": "/other", "NCCL_BUFFSIZE": "65536"}.items():
+        assert f"replaces your '{own}'" in errors(**{name: own})
+    assert errors(NCCL_BUFFSIZE=str(larger.buffsize)) == ""
     assert "your environment has NCCL_ALGO: jobs may run other" in errors(NCCL_ALGO="Tree")
 
 
@@ -166,6 +169,15 @@ def test_mpirun_says_how_many_ranks_it_starts_and_those_of_other_hosts_have_no_v
     assert some == of_all[0] - 1 and "mpirun -n says 2" in why
     none, why = said("-H", f"a:{count},b:{count}", "-n", str(2 * count))
     assert none == 0 and "mpirun -H says 2" in why
+
+
+def test_a_users_contradiction_is_named_with_the_plugin_too(tmp_path):
+    write_plan(needing_a_graph(plan_of(SMALL)), tmp_path)
+    (tmp_path / "nccl" / LIBRARY).touch(mode=0o644)
+    done = run(tmp_path, "--plugin", "--", "env", NCCL_SHM_DISABLE="1")
+    assert (done.returncode, "NCCL_ENV_PLUGIN" in done.stdout) == (0, True)
+    assert "the plugin leaves jobs to NCCL" in done.stderr and "NCCL_SHM_DISABLE" in done.stderr
+    assert "leaves jobs" not in run(tmp_path, "--plugin", "--", "env").stderr
 
 
 def test_a_graph_file_of_the_plan_in_the_environment_is_not_the_users(directory):

@@ -20,6 +20,7 @@ from tccl_py.delivery.job import Delivery, JobRequest, deliver
 from tccl_py.delivery.placement import prefer_numa_node
 from tccl_py.errors import InputError, require
 from tccl_py.files import picked
+from tccl_py.model.cluster import shown
 from tccl_py.nccl.settings import GRAPH_VARIABLE, env_conflicts, export_lines
 from tccl_py.nccl.variables import CHOOSING_VARIABLES
 from tccl_py.nccl_conf import settings_of_files
@@ -70,10 +71,15 @@ def env(
     if workload is not None:
         choice = _choice_for(workload, directory, choice)
     plan, delivery = _delivery(directory, request, gpus=gpus, choice=choice)
-    if delivery.variables and not plugin:
+    _leave_own_graph_file(directory)
+    if delivery.variables:
         # What is exported, or unset, replaces that of the environment.
         replaced = {*delivery.variables, GRAPH_VARIABLE}
         own = {name: value for name, value in os.environ.items() if name not in replaced}
+        for name, value in delivery.variables.items():
+            if os.environ.get(name, value) != value:
+                mine = shown(os.environ[name])
+                notice(f"{name}={value} replaces your {mine}: leave it out if jobs need yours")
         if conflicts := _conflicts(delivery, {**own, **delivery.variables}):
             notice(
                 f"your environment has another {conflicts}, which contradicts the plan: remove it"
@@ -152,12 +158,11 @@ def run(
             notice(f"by the plan's recommendation: {error}")
     plan, delivery = _delivery(Path(directory), request, gpus=gpus, choice=choice)
     variables, node = delivery.variables, delivery.numa_id
-    # A shell that evaluated `tccl env` has the plan's own file, which may be for another host.
-    nccl_files = Path(directory).resolve() / "nccl"
-    if Path(os.environ.get(GRAPH_VARIABLE, "")).is_relative_to(nccl_files):
-        del os.environ[GRAPH_VARIABLE]
-    conflicts = "" if plugin or not variables else _conflicts(delivery, os.environ)
-    if conflicts:
+    _leave_own_graph_file(Path(directory))
+    conflicts = _conflicts(delivery, os.environ) if variables else ""
+    if conflicts and plugin:
+        notice(f"the plugin leaves jobs to NCCL, as your environment has another {conflicts}")
+    elif conflicts:
         notice(f"the plan is disabled, as your environment has another {conflicts}")
         variables = {}
     else:
@@ -173,6 +178,12 @@ def run(
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     with _startable(words):
         os.execvpe(words[0], words, {**variables, **os.environ})
+
+
+def _leave_own_graph_file(directory: Path) -> None:
+    """Unset a file of the plan: a shell that evaluated `tccl env` may have that of another host."""
+    if Path(os.environ.get(GRAPH_VARIABLE, "")).is_relative_to(directory.resolve() / "nccl"):
+        del os.environ[GRAPH_VARIABLE]
 
 
 def _warn_of_choices(plan: Plan, delivery: Delivery) -> None:
