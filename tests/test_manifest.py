@@ -101,7 +101,7 @@ def test_a_directory_without_a_manifest_says_how_to_get_one(tmp_path):
     quick = ("--simulate", SMALL, "--max-sets", "5", "--rings", "1")
     assert tccl("plan", "-o", place, *quick).exit_code == 0
     (place / MANIFEST_FILE).unlink()
-    assert "plan again by `tccl plan --force`" in tccl("env", place).stderr
+    assert "plan again by `tccl plan DIR --force`" in tccl("env", place).stderr
     for reads in ("show", "report", "explain"):
         assert tccl(reads, place).exit_code == 0, reads
     assert tccl("plan", "-o", place, *quick, "--force").exit_code == 0

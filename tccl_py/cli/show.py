@@ -70,8 +70,11 @@ def show(
 
     console = results()
     print_plan(plan, console)
-    with suppress(InputError):
+    try:
         verified = Verification.load(directory)
+    except InputError as error:
+        notice(f"{Verification.FILE} is left out: {error}")
+    else:
         # A dry run says nothing about a plan for GPUs.
         if verified is not None and verified.dry_run <= plan.dry_run:
             for text in verified.objections(verified.judged):

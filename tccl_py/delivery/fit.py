@@ -153,7 +153,7 @@ def why_not_with(settings: Settings, nccl: str) -> str:
     """Return why a plan's settings are for another version of NCCL, in a clause; "" if they fit.
 
     >>> why_not_with(Settings(version="2.30"), "2.28.9")
-    'it is for NCCL 2.30 and this is 2.28.9 (plan again by `tccl plan --nccl 2.28`)'
+    'it is for NCCL 2.30 and this is 2.28.9 (plan again by `tccl plan DIR --force --nccl 2.28`)'
     """
     planned, used = _VERSION.match(settings.version), _VERSION.match(nccl)
     if used is None:
@@ -162,5 +162,5 @@ def why_not_with(settings: Settings, nccl: str) -> str:
     if planned is not None and planned.groups() == used.groups():
         return ""
     minor = ".".join(used.groups())
-    again = f" (plan again by `tccl plan --nccl {minor}`)" if has_rules(nccl) else ""
+    again = f" (plan again by `tccl plan DIR --force --nccl {minor}`)" if has_rules(nccl) else ""
     return f"it is for NCCL {settings.version} and this is {nccl}{again}"

@@ -20,6 +20,7 @@ from tccl_py.errors import (
     Terminated,
     counted,
     interrupts_put_off,
+    require,
     undisturbed,
 )
 from tccl_py.experiments.communication import Communications, keep_communication
@@ -32,6 +33,7 @@ from tccl_py.experiments.spec import SIZES
 from tccl_py.experiments.target import Target, read_target, target_of
 from tccl_py.experiments.tuning import COMPARISON_SECONDS, SWEEP_SECONDS, run_tuning
 from tccl_py.experiments.verify import Interrupted, verify_target
+from tccl_py.files import SPACE
 from tccl_py.nccl.settings import environment
 from tccl_py.nccl.variables import HOST_VARIABLES
 from tccl_py.nccl_conf import HOST_FILE, why_no_default
@@ -103,6 +105,8 @@ def verify_plan(
     """
     plan = load_plan(directory)
     check_files(directory)
+    # Jobs take minutes, and a result that is not kept installs nothing.
+    require(os.access(directory, os.W_OK), str(directory), "cannot be written", SPACE)
     _check_default(launcher)
     with launcher_of(plan, directory, launcher) as ready:
         target = _target(plan, directory, launcher)

@@ -62,12 +62,12 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
         yield "NCCL now", self.default
         default = self.sizes.get("default", "")
         if default:
-            yield "By size", f"all-reduce {self.size_basis}: {default}"
+            yield "Sizes now", f"all-reduce {self.size_basis}: {default}"
         for text in self.poor:
             yield "Note", text
         yield "Try first", self.advice
         if (chosen_sizes := self.sizes.get(self.recommended, default)) != default:
-            yield "By size", f"all-reduce {self.size_basis}: {chosen_sizes}"
+            yield "Then", f"all-reduce {self.size_basis}: {chosen_sizes}"
         if self.gain is not None and self.rate_gbps is not None and self.gain != 1:
             rates = f"{self.rate_gbps:.1f} in place of {self.default_gbps or 0:.1f} GB/s"
             yield "Gain", f"{self.gain:.2f}x: {rates}"

@@ -42,7 +42,7 @@ _CONFLICTING = {
     "NCCL_NET_PLUGIN": "if NCCL takes its network, later communicators get default NCCL",
     "NCCL_TUNER_PLUGIN": "its tuner decides on algorithms and channels, whatever the plan has",
 }
-_AGAIN = "tccl install DIR, after `tccl plan --force` where the machine or tccl-py has changed"
+_AGAIN = "tccl install DIR, after `tccl plan DIR --force` where the machine or tccl-py has changed"
 _NEWER = "tccl install --newer-nccl DIR, which tries a later NCCL here, or --no-plugin"
 _UUID = re.compile(r"GPU UUID:\s*(GPU-[0-9a-f-]{36})\s", re.ASCII)
 

@@ -35,7 +35,7 @@ from tccl_py.files import (
 PLAN_FILE = "plan.json"
 MANIFEST_FILE = "manifest.json"
 FORMAT_VERSION = 1
-AGAIN = "plan again by `tccl plan --force`, which measures nothing twice"
+AGAIN = "plan again by `tccl plan DIR --force` with the same options, which measures nothing twice"
 _PLUGIN_FILES = ("nccl/plugin", "nccl/libnccl-env-")
 
 

@@ -32,6 +32,8 @@ FEW_RINGS = 4
 MAX_RINGS = 8
 MOST_JOBS = 100
 """Small jobs that are planned, so that tables have answers for them."""
+NO_TABLE = "no jobs can be planned"
+"""A notice, with the GPUs before it, and then why."""
 
 
 class SeveralHosts:
@@ -184,7 +186,7 @@ class SeveralHosts:
                 node = self._node(number, gpus, parts=len(new))
             except (InputError, SearchError, MeasurementError) as error:
                 name = f"{self.cluster.classes[number].name}, GPUs {gpus_text(gpus)}"
-                notices.append(f"{name}: no jobs can be planned ({error})")
+                notices.append(f"{name}: {NO_TABLE} ({error})")
                 return None
             if node.cancelled:
                 raise KeyboardInterrupt

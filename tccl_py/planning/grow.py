@@ -18,6 +18,7 @@ from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.retuning import TUNED_NOTE
 from tccl_py.plan.tables import ClassRates, KeptTable, read_tables
+from tccl_py.planning.cluster_planner import NO_TABLE
 from tccl_py.planning.plan_sources import class_sources
 from tccl_py.planning.planner import plan_hosts
 from tccl_py.planning.probes import (
@@ -114,8 +115,10 @@ class Growth(msgspec.Struct, frozen=True):
         request, tables, before = self.request, tuple[ClassRates, ...](), tuple[str, ...]()
         if self.known is not None:
             request, tables = self.known.request(request), self.known.tables
-            # The rings over all hosts are planned again, under settings that no job has tuned.
-            before = tuple(n for n in self.known.plan.notices if n != TUNED_NOTE)
+            # The rings over all hosts are planned again, under settings that no job has tuned, and
+            # tables that are still missing are said to be again.
+            past = self.known.plan.notices
+            before = tuple(n for n in past if n != TUNED_NOTE and NO_TABLE not in n)
         of_classes = [sources.get(node_class.name) for node_class in cluster.classes]
         made = plan_hosts(
             request, cluster, of_classes, kept=tables, reporter=self.reporter, tables=self.tables

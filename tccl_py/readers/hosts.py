@@ -33,7 +33,11 @@ _MAX_WORDS = 64
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 _SEPARATORS = re.compile(r"[,\s]+")
-_LIKE_A_FILE = re.compile(r"/|\.(txt|text|hosts|lst|list|conf|cfg|ya?ml|json|csv|xml)\s*$", re.I)
+_LIKE_A_FILE = re.compile(
+    r"/|\.(txt|text|lst|list|conf|cfg|ya?ml|json|csv|xml)\s*$"
+    r"|((^|[-_.])hosts|(host|machine|rank|node)(file|list)(\.\w+)?)\s*$",
+    re.I,
+)
 _HOST_ENTRY = re.compile(r"(?:[^][,\s]|\[[^][]*\])+")
 _PART = re.compile(r"\[(?P<ranges>[^][]*)\]|[^][]+")
 _RUN = re.compile(r"(?P<low>[0-9]{1,18})(?:-(?P<high>[0-9]{1,18}))?", re.ASCII)

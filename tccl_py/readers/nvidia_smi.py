@@ -162,7 +162,7 @@ def _parse_matrices(
     ways = [number for number, row in rows.items() if not {*row}.isdisjoint(_STATUSES)]
     start = next((number for number in headers if number not in ways), None)
     if start is None:
-        fault = "has no line that begins with GPU0, and is neither JSON nor XML"
+        fault = "has no line that begins with GPU0, and is no machine in JSON or XML"
         raise InputError(where, fault, f"give {_MATRIX}")
     matrix = _parse_matrix(lines, start, where)
     supported: dict[tuple[int, int], bool] = {}
