@@ -16,14 +16,8 @@ from tccl_py.model.machine import Fingerprint
 from tccl_py.nccl.settings import environment
 from tccl_py.plan.directory import write_plan
 from tccl_py.torch import groups
-from tccl_py.torch.groups import (
-    Member,
-    ProcessState,
-    conclusion,
-    graph_file,
-    host_identity,
-    open_plan,
-)
+from tccl_py.torch.agreement import Member, conclusion
+from tccl_py.torch.groups import ProcessState, graph_file, host_identity, open_plan
 from tests.cluster_plans import mixed
 from tests.fake_torch import FakeDistributed, FakeTorch
 from tests.planned import needing_a_graph, plan_of
@@ -494,6 +488,13 @@ def test_a_second_plan_of_the_same_settings_is_used(plan_dir, monkeypatch, tmp_p
         file_for(tmp_path, GPUS),
         file_for(tmp_path, (0, 2)),
     ]
+
+
+def test_a_process_that_begins_again_uses_the_keys_of_a_new_process(plan_dir, monkeypatch):
+    rank = Rank(monkeypatch, told(plan_dir, GPUS))
+    tccl_py.torch.init_process_group(plan_dir)
+    tccl_py.torch.init_process_group(plan_dir)
+    assert rank.distributed.store.prefixes == ["tccl", "default_pg"] * 2
 
 
 def test_groups_need_a_default_group_that_was_made_here(monkeypatch, plan_dir):

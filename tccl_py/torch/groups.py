@@ -34,24 +34,10 @@ from tccl_py.plan.results import plan_in
 from tccl_py.plan.staging import check_files
 from tccl_py.readers.hosts import host_identity
 from tccl_py.readers.live import DriverFacts, gpu_of_cuda_device
+from tccl_py.torch.agreement import Member, conclusion, exchange
 
 # The environment belongs to the whole process, so one communicator is made at a time.
 _LOCK = threading.RLock()
-
-
-class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A report of a rank.
-
-    `host` is NCCL's identity of it, `name` the plan's name for the host ("" if none), `gpu` the
-    NVML index, and `plan` the plan's identity. `off` says why this rank uses no plan.
-    """
-
-    host: str
-    name: str = ""
-    gpu: int = -1
-    plan: str = ""
-    settings: dict[str, str] = {}
-    off: str = ""
 
 
 class OpenPlan(msgspec.Struct, frozen=True):
@@ -73,7 +59,7 @@ class OpenPlan(msgspec.Struct, frozen=True):
 
 
 class ProcessState(msgspec.Struct, kw_only=True):
-    """The job of this process, its NCCL settings, and the number of exchanges between its ranks.
+    """The job of this process and its NCCL settings.
 
     The plan is there if it is used, and members if NCCL is: if `distinct`, each with a GPU of its
     own, so communicators can be made at once. NCCL reads settings once, at the first communicator.
@@ -86,7 +72,6 @@ class ProcessState(msgspec.Struct, kw_only=True):
     members: tuple[Member, ...] = ()
     distinct: bool = False
     settings: dict[str, str] | None = None
-    exchanges: int = 0
 
 
 STATE = ProcessState()
@@ -242,9 +227,7 @@ def _agree(torch: Any, store: Any, size: int, directory: Path | None) -> None:
     """Decide with all ranks on the plan, and set its settings, once in a process."""
     version = loaded_nccl(torch)
     member, plan = member_of(directory, STATE.device.index, version, STATE.settings)
-    # Each exchange has keys of its own; all ranks make them in the same order.
-    keys = torch.distributed.PrefixStore(f"tccl/{STATE.exchanges}", store)
-    STATE.exchanges += 1
+    keys = torch.distributed.PrefixStore("tccl", store)
     STATE.members = exchange(keys, STATE.rank, size, member)
     off, STATE.distinct = conclusion(STATE.members)
     STATE.plan = None if off else plan
@@ -308,32 +291,3 @@ def _why_off(opened: OpenPlan, facts: DriverFacts, nccl: str, name: str | None) 
         return f"{PLUGIN_VARIABLE} is set, whose plugin answers for each communicator"
     names = ", ".join(env_conflicts(opened.delivery.settings, environment))
     return f"{names} is set to something else than the plan's settings" if names else ""
-
-
-def exchange(store: Any, rank: int, size: int, member: Member) -> tuple[Member, ...]:
-    """Return the reports of all `size` ranks, by way of rank 0: two messages a rank."""
-    if rank != 0:
-        store.set(f"member/{rank}", msgspec.json.encode(member).decode())
-    else:
-        reports = [msgspec.Raw(store.get(f"member/{number}")) for number in range(1, size)]
-        store.set("members", msgspec.json.encode([member, *reports]).decode())
-    return msgspec.json.decode(store.get("members"), type=tuple[Member, ...])
-
-
-def conclusion(members: Sequence[Member]) -> tuple[str, bool]:
-    """Return why no rank uses the plan, "" if all do, and whether each has a GPU of its own."""
-    off, shared = [], []
-    first: dict[tuple[str, int], int] = {}
-    for rank, member in enumerate(members):
-        host, gpu = member.host.partition(" ")[0], member.gpu
-        if member.off:
-            off.append(f"rank {rank} on {host}: {member.off}")
-        if (former := first.setdefault((member.host, gpu), rank)) != rank and gpu >= 0:
-            shared.append(
-                f"ranks {former} and {rank} both have GPU {gpu} of {host} (call "
-                "torch.cuda.set_device before, or give device_id)"
-            )
-        if member.settings != members[0].settings:
-            off.append(f"ranks 0 and {rank} have plans of different settings")
-    distinct = not shared and all(member.gpu >= 0 for member in members)
-    return next(iter((*off, *shared)), ""), distinct

@@ -1,0 +1,92 @@
+"""The reports of a job's ranks before their first communicator, and what follows on all of them."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+
+_NAP_S = 0.01
+
+
+class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A report of a rank.
+
+    `host` is NCCL's identity of it, `name` the plan's name for the host ("" if none), `gpu` the
+    NVML index, and `plan` the plan's identity. `off` says why this rank uses no plan.
+    """
+
+    host: str
+    name: str = ""
+    gpu: int = -1
+    plan: str = ""
+    settings: dict[str, str] = {}
+    off: str = ""
+
+
+def exchange(store: Any, rank: int, size: int, member: Member) -> tuple[Member, ...]:
+    """Return the reports of all `size` ranks, by way of rank 0.
+
+    Raises RuntimeError: torch's, if a rank does not come within the store's timeout.
+    """
+    # The store may hold keys of an earlier exchange, of ranks that ended in the midst of it. So
+    # rank 0 draws a session, ranks draw nonces, and only a living rank knows rank 0's answer to its
+    # nonce: what lies below the session is of this exchange.
+    if rank == 0:
+        session = _opened_session(store, size)
+        reports = [msgspec.Raw(store.get(f"{session}/member/{one}")) for one in range(1, size)]
+        store.set(f"{session}/members", msgspec.json.encode([member, *reports]).decode())
+    else:
+        nonce = uuid.uuid4().hex
+        store.set(f"nonce/{rank}", nonce)
+        session = store.get(f"session/{nonce}").decode()
+        store.set(f"{session}/member/{rank}", msgspec.json.encode(member).decode())
+        store.add(f"{session}/reported/{rank}", 1)
+    return msgspec.json.decode(store.get(f"{session}/members"), type=tuple[Member, ...])
+
+
+def _opened_session(store: Any, size: int) -> str:
+    """Return the session in which all other ranks have reported, as rank 0."""
+    session, answered = uuid.uuid4().hex, set[str]()
+    end = time.monotonic() + store.timeout.total_seconds()
+    while True:
+        for rank in range(1, size):
+            nonce = store.get(f"nonce/{rank}").decode()
+            if nonce not in answered:
+                store.set(f"session/{nonce}", session)
+                answered.add(nonce)
+        # Adding 0 looks without waiting, in all versions and stores of torch.
+        reported = [store.add(f"{session}/reported/{rank}", 0) for rank in range(1, size)]
+        if all(reported):
+            return session
+        # A nonce without a report may be that of a former process; the rank's own follows.
+        if time.monotonic() > end:
+            # The error is torch's, as for a rank that never told a nonce.
+            missing = [
+                f"{session}/member/{rank}" for rank in range(1, size) if not reported[rank - 1]
+            ]
+            store.wait(missing, timedelta(milliseconds=1))
+        time.sleep(_NAP_S)
+
+
+def conclusion(members: Sequence[Member]) -> tuple[str, bool]:
+    """Return why no rank uses the plan, "" if all do, and whether each has a GPU of its own."""
+    off, shared = [], []
+    first: dict[tuple[str, int], int] = {}
+    for rank, member in enumerate(members):
+        host, gpu = member.host.partition(" ")[0], member.gpu
+        if member.off:
+            off.append(f"rank {rank} on {host}: {member.off}")
+        if (former := first.setdefault((member.host, gpu), rank)) != rank and gpu >= 0:
+            shared.append(
+                f"ranks {former} and {rank} both have GPU {gpu} of {host} (call "
+                "torch.cuda.set_device before, or give device_id)"
+            )
+        if member.settings != members[0].settings:
+            off.append(f"ranks 0 and {rank} have plans of different settings")
+    distinct = not shared and all(member.gpu >= 0 for member in members)
+    return next(iter((*off, *shared)), ""), distinct
