@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import tccl_py.torch
 from tccl_py.errors import InputError
 from tccl_py.model.machine import Fingerprint
-from tccl_py.nccl.settings import environment
+from tccl_py.nccl.settings import environment, shell_text
 from tccl_py.plan.directory import write_plan
 from tccl_py.torch import groups
 from tccl_py.torch.agreement import Member, conclusion
@@ -495,6 +495,45 @@ def test_a_process_that_begins_again_uses_the_keys_of_a_new_process(plan_dir, mo
     tccl_py.torch.init_process_group(plan_dir)
     tccl_py.torch.init_process_group(plan_dir)
     assert rank.distributed.store.prefixes == ["tccl", "default_pg"] * 2
+
+
+def of_earlier_plan(directory):
+    """Ranks without a plan; that of rank 1 had this one before."""
+    members = [Member(host=host_identity(), gpu=gpu, off="x") for gpu in GPUS]
+    read = settings_of(open_plan(directory))
+    members[1] = msgspec.structs.replace(members[1], read=read, by_plan=tuple(read))
+    return members
+
+
+def test_a_new_process_takes_the_variables_that_others_have_for_good(plan_dir, monkeypatch, capfd):
+    Rank(monkeypatch, of_earlier_plan(plan_dir))
+    tccl_py.torch.init_process_group()
+    variables = environment(box_plan().settings)
+    assert {name: os.environ.get(name) for name in variables} == variables
+    assert capfd.readouterr().err.endswith(f"; it has {shell_text(variables)} of an earlier plan\n")
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_processes_that_have_unlike_variables_for_good_make_no_group(plan_dir, monkeypatch, at):
+    members = of_earlier_plan(plan_dir)
+    members[0] = msgspec.structs.replace(members[0], read={})
+    rank = Rank(monkeypatch, members, at)
+    groups.STATE.settings = members[at].read
+    with pytest.raises(InputError, match="NCCL_P2P_LEVEL"):
+        tccl_py.torch.init_process_group()
+    assert rank.distributed.made == []
+
+
+def test_a_process_tells_what_its_nccl_has_read(plan_dir, monkeypatch):
+    monkeypatch.setenv("NCCL_CROSS_NIC", "1")
+    rank = Rank(monkeypatch, told(plan_dir, GPUS), 1)
+    tccl_py.torch.init_process_group(plan_dir)
+    assert rank.distributed.store.own["read"] is None
+    tccl_py.torch.init_process_group()
+    variables = environment(box_plan().settings)
+    own = rank.distributed.store.own
+    assert own["by_plan"] == list(variables)
+    assert own["read"].items() > {**variables, "NCCL_CROSS_NIC": "1"}.items()
 
 
 def test_groups_need_a_default_group_that_was_made_here(monkeypatch, plan_dir):

@@ -10,14 +10,26 @@ from typing import Any
 
 import msgspec
 
+from tccl_py.errors import InputError
+
 _NAP_S = 0.01
+_OF_A_HOST = {
+    "NCCL_IB_HCA",
+    "NCCL_IB_GID_INDEX",
+    "NCCL_SOCKET_IFNAME",
+    "NCCL_SOCKET_NTHREADS",
+    "NCCL_NSOCKS_PERTHREAD",
+}
+"""Variables of plans that each host may have for itself; NCCL needs the others alike."""
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A report of a rank.
 
     `host` is NCCL's identity of it, `name` the plan's name for the host ("" if none), `gpu` the
-    NVML index, and `plan` the plan's identity. `off` says why this rank uses no plan.
+    NVML index, `plan` the plan's identity, and `settings` its variables. `read` are variables that
+    NCCL has read for good in this process (None: none yet), of which a plan set those `by_plan`.
+    `off` says why this rank uses no plan.
     """
 
     host: str
@@ -25,7 +37,14 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     gpu: int = -1
     plan: str = ""
     settings: dict[str, str] = {}
+    read: dict[str, str] | None = None
+    by_plan: tuple[str, ...] = ()
     off: str = ""
+
+    @property
+    def host_name(self) -> str:
+        """The host's name, for messages."""
+        return self.host.partition(" ")[0]
 
 
 def exchange(store: Any, rank: int, size: int, member: Member) -> tuple[Member, ...]:
@@ -78,7 +97,7 @@ def conclusion(members: Sequence[Member]) -> tuple[str, bool]:
     off, shared = [], []
     first: dict[tuple[str, int], int] = {}
     for rank, member in enumerate(members):
-        host, gpu = member.host.partition(" ")[0], member.gpu
+        host, gpu = member.host_name, member.gpu
         if member.off:
             off.append(f"rank {rank} on {host}: {member.off}")
         if (former := first.setdefault((member.host, gpu), rank)) != rank and gpu >= 0:
@@ -90,3 +109,27 @@ def conclusion(members: Sequence[Member]) -> tuple[str, bool]:
             off.append(f"ranks 0 and {rank} have plans of different settings")
     distinct = not shared and all(member.gpu >= 0 for member in members)
     return next(iter((*off, *shared)), ""), distinct
+
+
+def variables_read(members: Sequence[Member]) -> dict[str, str]:
+    """Return variables of plans that NCCL has read for good in processes of some of these ranks.
+
+    Raises InputError: it has read others in further ones, and needs them alike.
+    """
+    names = sorted({name for member in members for name in member.by_plan} - _OF_A_HOST)
+    first: dict[str, tuple[int, str | None]] = {}
+    for rank, member in enumerate(members):
+        if member.read is None:
+            continue
+        for name in names:
+            value = member.read.get(name)
+            former, expected = first.setdefault(name, (rank, value))
+            if value != expected:
+                where, shown = f"rank {rank} on {member.host_name}", (value, expected)
+                text, other = ("unset" if one is None else one for one in shown)
+                what = (
+                    f"its NCCL has read {name} for good, {text} here and {other} on rank {former}"
+                )
+                right = "start such ranks in new processes: all ranks of a job need it alike"
+                raise InputError(where, what, right)
+    return {name: value for name, (_, value) in first.items() if value is not None}

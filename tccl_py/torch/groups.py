@@ -22,9 +22,9 @@ from tccl_py.delivery.fit import ALIKE_VARIABLE, host_here, why_not_fit, why_not
 from tccl_py.delivery.job import Delivery, JobRequest, communicator_file, deliver_to_host
 from tccl_py.delivery.plugin import PLUGIN_VARIABLE
 from tccl_py.delivery.scripts import PLAN_VARIABLE
-from tccl_py.errors import InputError
+from tccl_py.errors import InputError, visible
 from tccl_py.files import check_path
-from tccl_py.nccl.settings import GRAPH_VARIABLE, env_conflicts
+from tccl_py.nccl.settings import GRAPH_VARIABLE, env_conflicts, shell_text
 from tccl_py.nccl.versions import why_no_plugin
 from tccl_py.nccl_conf import settings_of_files
 from tccl_py.nccl_library import loaded_nccl
@@ -34,7 +34,7 @@ from tccl_py.plan.results import plan_in
 from tccl_py.plan.staging import check_files
 from tccl_py.readers.hosts import host_identity
 from tccl_py.readers.live import DriverFacts, gpu_of_cuda_device
-from tccl_py.torch.agreement import Member, conclusion, exchange
+from tccl_py.torch.agreement import Member, conclusion, exchange, variables_read
 
 # The environment belongs to the whole process, so one communicator is made at a time.
 _LOCK = threading.RLock()
@@ -59,10 +59,11 @@ class OpenPlan(msgspec.Struct, frozen=True):
 
 
 class ProcessState(msgspec.Struct, kw_only=True):
-    """The job of this process and its NCCL settings.
+    """The job of this process, and the variables of plans that its NCCL reads.
 
     The plan is there if it is used, and members if NCCL is: if `distinct`, each with a GPU of its
-    own, so communicators can be made at once. NCCL reads settings once, at the first communicator.
+    own, so communicators can be made at once. NCCL reads variables once, at the first communicator:
+    from the first group on none is set any more.
     """
 
     world: Any = None
@@ -92,9 +93,11 @@ def init_process_group(  # noqa: PLR0917 (torch's own order)
     `plan_dir` is a plan's directory, None for the one in TCCL_PLAN; the rest is torch's. Without
     `device_id` call torch.cuda.set_device before: the communicator exists when this returns. All
     ranks use the plan, or none: if it does not fit one of them (no plan, other GPUs, driver, NUMA
-    nodes, NCCL or settings), or NCCL has the plugin, rank 0 says so and groups are left to NCCL.
+    nodes, NCCL or settings), or NCCL has the plugin, rank 0 says so and groups are left to NCCL,
+    with the variables that it has read for good in other ranks' processes.
 
-    Raises InputError: torch is missing, or a store comes without rank and size.
+    Raises InputError: torch is missing, a store comes without rank and size, or, on all ranks, NCCL
+    has read unlike variables in processes that had other plans before.
     """
     torch = import_torch()
     dist = torch.distributed
@@ -224,21 +227,27 @@ def _made(torch: Any, ranks: Sequence[int], create: Callable[[], Any]) -> Any:
 
 
 def _agree(torch: Any, store: Any, size: int, directory: Path | None) -> None:
-    """Decide with all ranks on the plan, and set its settings, once in a process."""
+    """Decide with all ranks on the plan, and set its settings, once in a process.
+
+    Raises InputError on all ranks: NCCL has read unlike settings in their processes.
+    """
     version = loaded_nccl(torch)
     member, plan = member_of(directory, STATE.device.index, version, STATE.settings)
     keys = torch.distributed.PrefixStore("tccl", store)
-    STATE.members = exchange(keys, STATE.rank, size, member)
-    off, STATE.distinct = conclusion(STATE.members)
-    STATE.plan = None if off else plan
+    members = exchange(keys, STATE.rank, size, member)
+    settings, (off, STATE.distinct) = variables_read(members), conclusion(members)
+    STATE.members, STATE.plan = members, None if off else plan
     text = f"tccl_py.torch leaves all groups to NCCL: {off}" if off else ""
+    if off and settings:
+        text += f"; it has {shell_text(settings)} of an earlier plan"
     if not off and os.environ.get(GRAPH_VARIABLE):
         text = f"{GRAPH_VARIABLE} is set, and fails other communicators; unset it"
     if text and STATE.rank == 0 and sys.stderr is not None:
         print(f"tccl: {text}", file=sys.stderr, flush=True)
     with _LOCK:
         if STATE.settings is None:
-            STATE.settings = {} if STATE.plan is None else member.settings
+            # Where other ranks' processes have settings for good, this one needs the same.
+            STATE.settings = settings if STATE.plan is None else member.settings
             os.environ.update(STATE.settings)
 
 
@@ -249,9 +258,15 @@ def member_of(
 
     `settings` are those of this process, None before the first communicator.
     """
-    member, opened, why = Member(host=host_identity()), None, f"{PLAN_VARIABLE} names no plan"
+    read = None if settings is None else dict(settings)
+    member = Member(host=host_identity(), read=read, by_plan=tuple(settings or ()))
+    opened, why = None, f"{PLAN_VARIABLE} names no plan"
     place = directory or Path(os.environ.get(PLAN_VARIABLE, ""))
     try:
+        if read is not None:
+            # Without a plan the user may have set the same.
+            user = {name: visible(value) for name, value in nccl_environment().items()}
+            member = replace(member, read=user | read)
         gpu, facts = gpu_of_cuda_device(ordinal)
         member = replace(member, gpu=gpu)
         if place != Path():
@@ -283,11 +298,17 @@ def _why_off(opened: OpenPlan, facts: DriverFacts, nccl: str, name: str | None) 
     why = why_not_fit(plan, directory, facts, equal_hosts=equal_hosts, host=name)
     if why := why or why_not_with(opened.delivery.settings, nccl):
         return why
-    lines = settings_of_files()
-    if GRAPH_VARIABLE in lines:
-        return f"{lines[GRAPH_VARIABLE].where} sets {GRAPH_VARIABLE}, which fails other groups"
-    environment = {name: line.value for name, line in lines.items()} | os.environ
+    if line := settings_of_files().get(GRAPH_VARIABLE):
+        return f"{line.where} sets {GRAPH_VARIABLE}, which fails other groups"
+    environment = nccl_environment()
     if PLUGIN_VARIABLE in environment and not why_no_plugin(nccl):
         return f"{PLUGIN_VARIABLE} is set, whose plugin answers for each communicator"
     names = ", ".join(env_conflicts(opened.delivery.settings, environment))
     return f"{names} is set to something else than the plan's settings" if names else ""
+
+
+def nccl_environment() -> dict[str, str]:
+    """Return NCCL's variables, by its files and the environment, which comes first."""
+    lines = {name: line.value for name, line in settings_of_files().items()}
+    variables = lines | os.environ
+    return {name: value for name, value in variables.items() if name.startswith("NCCL_")}
