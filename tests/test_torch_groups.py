@@ -16,7 +16,7 @@ from tccl_py.model.machine import Fingerprint
 from tccl_py.nccl.settings import environment, shell_text
 from tccl_py.plan.directory import write_plan
 from tccl_py.torch import groups
-from tccl_py.torch.agreement import Member, conclusion
+from tccl_py.torch.agreement import Member, why_off
 from tccl_py.torch.groups import ProcessState, graph_file, host_identity, open_plan
 from tests.cluster_plans import mixed
 from tests.fake_torch import FakeDistributed, FakeTorch
@@ -70,12 +70,18 @@ def told(directory, gpus, *, host=None):
 
 
 class Rank:
-    """One rank of a job on this host, with other ranks' answers; `gpus` are all ranks' GPUs."""
+    """One rank of a job on this host, with other ranks' answers.
+
+    `bound` are options of the default group, by which torch makes communicators at once.
+    """
 
     def __init__(self, monkeypatch, members, rank=0, *, when="collective", **more):
         self.members, self.rank = members, rank
+        self.bound = {} if when == "collective" else {"device_id": 0}
         others = {
-            number: msgspec.to_builtins(one) for number, one in enumerate(members) if number != rank
+            number: {**msgspec.to_builtins(one), "bound": bool(self.bound)}
+            for number, one in enumerate(members)
+            if number != rank
         }
         self.distributed = FakeDistributed(len(members), rank, others, when)
         self.torch = FakeTorch(self.distributed, **more)
@@ -89,8 +95,13 @@ class Rank:
 
     @property
     def graphs(self):
-        """What each communicator saw, in the order in which they were made."""
-        return [(one.ranks, one.seen[GRAPH]) for one in self.distributed.made]
+        """The graph file of each group, in the order in which they were made."""
+        return [(one.ranks, one.seen and one.seen[GRAPH]) for one in self.distributed.made]
+
+    @property
+    def connected(self):
+        """The groups whose communicators exist."""
+        return [one.ranks for one in self.distributed.made if one.seen]
 
 
 def file_for(directory, gpus):
@@ -131,20 +142,18 @@ def test_an_nccl_without_plugins_gets_files_whatever_plugin_is_named(tmp_path, m
 @pytest.mark.parametrize("when", WAYS)
 def test_groups_of_a_training_job_each_see_their_own_graph(plan_dir, monkeypatch, when):
     rank = Rank(monkeypatch, told(plan_dir, GPUS), 1, when=when)
-    tccl_py.torch.init_process_group(plan_dir)
+    tccl_py.torch.init_process_group(plan_dir, **rank.bound)
     tensor = tccl_py.torch.new_group([0, 1])
     assert tccl_py.torch.new_group([2, 3]) is None
     data = tccl_py.torch.new_group([1, 3])
-    pipeline = tccl_py.torch.new_group([1])
     everybody = tccl_py.torch.new_group()
-    seen = {group.ranks: group.seen[GRAPH] for group in (tensor, data, pipeline, everybody)}
+    seen = {group.ranks: group.seen[GRAPH] for group in (tensor, data, everybody)}
     assert seen == {
         (0, 1): file_for(plan_dir, (0, 1)),
         (1, 3): file_for(plan_dir, (1, 3)),
-        (1,): None,
         (0, 1, 2, 3): file_for(plan_dir, GPUS),
     }
-    assert all(seen[ranks] for ranks in seen if len(ranks) > 1)
+    assert all(seen.values())
     assert rank.distributed.group.WORLD.seen[GRAPH] == file_for(plan_dir, GPUS)
     assert GRAPH not in os.environ
 
@@ -197,6 +206,22 @@ def test_groups_over_gpus_that_are_not_planned_are_stock(monkeypatch, tmp_path):
     tccl_py.torch.new_group([0, 3])
     seen = [graph for _, graph in rank.graphs]
     assert seen == [None, str(tmp_path / "nccl" / "graph.xml"), None]
+    assert rank.connected == [(0, 1, 2)]
+
+
+def test_a_group_of_one_rank_is_not_connected(plan_dir, monkeypatch):
+    rank = Rank(monkeypatch, told(plan_dir, GPUS), 1)
+    tccl_py.torch.init_process_group(plan_dir)
+    tccl_py.torch.new_group([1])
+    assert rank.connected == [GPUS]
+
+
+def test_communicators_in_the_background_are_awaited_before_the_next_file(monkeypatch, tmp_path):
+    write_plan(needing_a_graph(plan_of(BOX, gpus=(0, 1, 2))), tmp_path)
+    rank = Rank(monkeypatch, told(tmp_path, GPUS), when="background")
+    tccl_py.torch.init_process_group(tmp_path, **rank.bound)
+    tccl_py.torch.new_group([0])
+    assert rank.connected == [GPUS, (0,)]
 
 
 def test_torchs_own_options_go_through(plan_dir, monkeypatch):
@@ -240,7 +265,7 @@ def test_any_sequence_of_groups_sees_its_own_files_and_leaves_the_environment(
         wanted = environment(box_plan().settings)
         surroundings = {**os.environ, **wanted}
         rank = Rank(patch, told(plan_dir, gpus), me, when=when)
-        tccl_py.torch.init_process_group(plan_dir)
+        tccl_py.torch.init_process_group(plan_dir, **rank.bound)
         assert os.environ == surroundings
         for kind, ranks in steps:
             rank.distributed.fails = {
@@ -259,7 +284,10 @@ def test_any_sequence_of_groups_sees_its_own_files_and_leaves_the_environment(
                 del rank.distributed.made[made:]
             assert os.environ == surroundings
         for group in rank.distributed.made:
-            assert group.seen[GRAPH] == file_for(plan_dir, [gpus[one] for one in group.ranks])
+            planned = file_for(plan_dir, [gpus[one] for one in group.ranks])
+            if planned is None and group.seen is None:
+                continue
+            assert group.seen[GRAPH] == (before if planned is None else planned)
             assert group.seen["NCCL_P2P_LEVEL"] == wanted["NCCL_P2P_LEVEL"]
 
 
@@ -296,7 +324,8 @@ def test_a_plan_leaves_the_hosts_topology_file_to_it(plan_dir, monkeypatch):
 def stock_everywhere(rank, plan_dir, capfd, said):
     tccl_py.torch.init_process_group(plan_dir)
     tccl_py.torch.new_group([0, 1])
-    assert [graph for _, graph in rank.graphs] == [None, None]
+    assert len(rank.graphs) == 2
+    assert rank.connected == []
     assert GRAPH not in os.environ
     assert "NCCL_P2P_LEVEL" not in os.environ
     begin = "tccl: tccl_py.torch leaves all groups to NCCL: "
@@ -397,7 +426,7 @@ def test_two_ranks_on_one_gpu_are_left_to_torch(plan_dir, monkeypatch, capfd):
     tccl_py.torch.init_process_group(plan_dir)
     # No collective was forced: ranks may still choose their devices.
     assert rank.distributed.made[0].seen is None
-    assert "ranks 0 and 1 both have GPU 0" in conclusion(members)[0]
+    assert "ranks 0 and 1 both have GPU 0" in why_off(members)
 
 
 def test_without_a_plan_named_anywhere_all_is_stock(monkeypatch, capfd):
@@ -565,12 +594,12 @@ def test_jobs_without_nccl_are_left_alone(monkeypatch, plan_dir):
     rank = Rank(monkeypatch, told(plan_dir, GPUS), when="at once", available=False)
     tccl_py.torch.init_process_group(plan_dir, "gloo")
     tccl_py.torch.new_group([0, 1])
-    assert rank.graphs == [((0, 1, 2, 3), None), ((0, 1), None)]
+    assert rank.graphs == [((0, 1, 2, 3), "/mine.xml"), ((0, 1), "/mine.xml")]
     assert os.environ[GRAPH] == "/mine.xml"
     assert "NCCL_P2P_LEVEL" not in os.environ
     # torch itself says what cannot be split.
     tccl_py.torch.split_group(split_ranks=[[0, 1]])
-    assert rank.graphs[-1] == ((0, 1), None)
+    assert rank.graphs[-1] == ((0, 1), "/mine.xml")
 
 
 def test_ranks_that_there_are_not_are_left_to_torch(monkeypatch, plan_dir):

@@ -29,7 +29,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     `host` is NCCL's identity of it, `name` the plan's name for the host ("" if none), `gpu` the
     NVML index, `plan` the plan's identity, and `settings` its variables. `read` are variables that
     NCCL has read for good in this process (None: none yet), of which a plan set those `by_plan`.
-    `off` says why this rank uses no plan.
+    With a `bound` GPU torch makes communicators at once. `off` says why this rank uses no plan.
     """
 
     host: str
@@ -39,6 +39,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     settings: dict[str, str] = {}
     read: dict[str, str] | None = None
     by_plan: tuple[str, ...] = ()
+    bound: bool = False
     off: str = ""
 
     @property
@@ -92,8 +93,8 @@ def _opened_session(store: Any, size: int) -> str:
         time.sleep(_NAP_S)
 
 
-def conclusion(members: Sequence[Member]) -> tuple[str, bool]:
-    """Return why no rank uses the plan, "" if all do, and whether each has a GPU of its own."""
+def why_off(members: Sequence[Member]) -> str:
+    """Return why no rank uses the plan, "" if all do: then each has a GPU of its own."""
     off, shared = [], []
     first: dict[tuple[str, int], int] = {}
     for rank, member in enumerate(members):
@@ -107,8 +108,7 @@ def conclusion(members: Sequence[Member]) -> tuple[str, bool]:
             )
         if member.settings != members[0].settings:
             off.append(f"ranks 0 and {rank} have plans of different settings")
-    distinct = not shared and all(member.gpu >= 0 for member in members)
-    return next(iter((*off, *shared)), ""), distinct
+    return next(iter((*off, *shared)), "")
 
 
 def variables_read(members: Sequence[Member]) -> dict[str, str]:

@@ -34,7 +34,7 @@ from tccl_py.plan.results import plan_in
 from tccl_py.plan.staging import check_files
 from tccl_py.readers.hosts import host_identity
 from tccl_py.readers.live import DriverFacts, gpu_of_cuda_device
-from tccl_py.torch.agreement import Member, conclusion, exchange, variables_read
+from tccl_py.torch.agreement import Member, exchange, variables_read, why_off
 
 # The environment belongs to the whole process, so one communicator is made at a time.
 _LOCK = threading.RLock()
@@ -61,9 +61,8 @@ class OpenPlan(msgspec.Struct, frozen=True):
 class ProcessState(msgspec.Struct, kw_only=True):
     """The job of this process, and the variables of plans that its NCCL reads.
 
-    The plan is there if it is used, and members if NCCL is: if `distinct`, each with a GPU of its
-    own, so communicators can be made at once. NCCL reads variables once, at the first communicator:
-    from the first group on none is set any more.
+    The plan is there if all ranks use one, and members if NCCL is used. NCCL reads variables once,
+    at the first communicator: from the first group on none is set any more.
     """
 
     world: Any = None
@@ -71,7 +70,6 @@ class ProcessState(msgspec.Struct, kw_only=True):
     device: Any = None
     plan: OpenPlan | None = None
     members: tuple[Member, ...] = ()
-    distinct: bool = False
     settings: dict[str, str] | None = None
 
 
@@ -91,10 +89,10 @@ def init_process_group(  # noqa: PLR0917 (torch's own order)
     """Make the default group as torch.distributed.init_process_group does, with a plan's rings.
 
     `plan_dir` is a plan's directory, None for the one in TCCL_PLAN; the rest is torch's. Without
-    `device_id` call torch.cuda.set_device before: the communicator exists when this returns. All
-    ranks use the plan, or none: if it does not fit one of them (no plan, other GPUs, driver, NUMA
-    nodes, NCCL or settings), or NCCL has the plugin, rank 0 says so and groups are left to NCCL,
-    with the variables that it has read for good in other ranks' processes.
+    `device_id` call torch.cuda.set_device before: with a graph file the communicator exists when
+    this returns. All ranks use the plan, or none: if it does not fit one of them (no plan, other
+    GPUs, driver, NUMA nodes, NCCL or settings), or NCCL has the plugin, rank 0 says so and groups
+    are left to NCCL, with the variables that it has read for good in other ranks' processes.
 
     Raises InputError: torch is missing, a store comes without rank and size, or, on all ranks, NCCL
     has read unlike variables in processes that had other plans before.
@@ -105,8 +103,7 @@ def init_process_group(  # noqa: PLR0917 (torch's own order)
     init = partial(dist.init_process_group, backend, **waiting, **options)
     STATE.world, STATE.plan, STATE.members = None, None, ()
     if not wants_nccl(torch, backend):
-        with graph_file(None):
-            init(init_method=init_method, store=store, world_size=world_size, rank=rank)
+        init(init_method=init_method, store=store, world_size=world_size, rank=rank)
         STATE.world, STATE.rank = dist.group.WORLD, dist.get_rank()
         return
     # 1. Let the ranks meet as torch does, but have the store before the group.
@@ -119,8 +116,9 @@ def init_process_group(  # noqa: PLR0917 (torch's own order)
         right = "give rank and world_size, no init_method"
         raise InputError("store", "is given beside another way to meet", right)
     # 2. Agree on the plan, and set its settings.
-    STATE.rank, STATE.device = rank, device_of(torch, options.get("device_id"))
-    _agree(torch, store, world_size, None if plan_dir is None else Path(plan_dir))
+    device_id, directory = options.get("device_id"), None if plan_dir is None else Path(plan_dir)
+    STATE.rank, STATE.device = rank, device_of(torch, device_id)
+    _agree(torch, store, world_size, directory, bound=device_id is not None)
     # 3. Make the default group.
     store = dist.PrefixStore("default_pg", store)
     create = partial(init, store=store, world_size=world_size, rank=rank)
@@ -130,8 +128,8 @@ def init_process_group(  # noqa: PLR0917 (torch's own order)
 def new_group(ranks: Sequence[int] | None = None, **options: Any) -> Any:
     """Make a group as torch.distributed.new_group does, with the rings planned for its GPUs.
 
-    Without rings for exactly these GPUs, the group uses default NCCL. The communicator exists on
-    return. `options` are torch's, by name. Raises InputError: the default group was not made here.
+    With rings for exactly these GPUs the communicator exists on return; else the group uses default
+    NCCL. `options` are torch's, by name. Raises InputError: the default group was not made here.
     """
     torch, order = _torch_of_job(), list[int]()
     if STATE.members and wants_nccl(torch, options.get("backend") or "nccl"):
@@ -188,11 +186,11 @@ def wants_nccl(torch: Any, backend: str | None) -> bool:
 
 
 @contextmanager
-def graph_file(path: Path | None) -> Iterator[None]:
-    """Name this graph file, or none, until the block ends; other threads wait."""
+def graph_file(path: Path) -> Iterator[None]:
+    """Name this graph file until the block ends; other threads wait."""
     with _LOCK:
         before = os.environ.get(GRAPH_VARIABLE)
-        _set_graph(None if path is None else str(path))
+        _set_graph(str(path))
         try:
             yield
         finally:
@@ -208,34 +206,38 @@ def _set_graph(value: str | None) -> None:
 
 
 def _made(torch: Any, ranks: Sequence[int], create: Callable[[], Any]) -> Any:
-    """Return a group of these ranks, if it uses NCCL with an existing communicator."""
+    """Return a group of these ranks, whose communicator exists if the group has a graph file."""
     # torch refuses ranks that there are not, and splits of groups without NCCL.
     known = all(0 <= number < len(STATE.members) for number in ranks)
     members = [STATE.members[number] for number in ranks if known and STATE.rank in ranks]
-    graph = None
+    graph, awaited = None, False
     if members and STATE.plan is not None:
         graph = STATE.plan.graph(members, STATE.members[STATE.rank])
-    with graph_file(graph):
+        # All ranks of the group find the same: with one plan, each host has a file or none has.
+        # torch has begun communicators of bound GPUs, in the background in some versions, where
+        # they may see the next group's file. Others it may never make: that is left to it.
+        awaited = graph is not None or all(member.bound for member in members)
+    with _LOCK if graph is None else graph_file(graph):
         group = create()
-        # torch makes communicators with their first collective, or in the background: waiting for
-        # a collective works in all versions.
-        if members and STATE.distinct:
+        if awaited:
+            # Waiting for a collective works in all versions of torch.
             token = torch.zeros(1, device=STATE.device)
             torch.distributed.all_reduce(token, group=group)
             torch.cuda.synchronize(STATE.device)
     return group
 
 
-def _agree(torch: Any, store: Any, size: int, directory: Path | None) -> None:
+def _agree(torch: Any, store: Any, size: int, directory: Path | None, *, bound: bool) -> None:
     """Decide with all ranks on the plan, and set its settings, once in a process.
 
     Raises InputError on all ranks: NCCL has read unlike settings in their processes.
     """
     version = loaded_nccl(torch)
     member, plan = member_of(directory, STATE.device.index, version, STATE.settings)
+    member = replace(member, bound=bound)
     keys = torch.distributed.PrefixStore("tccl", store)
     members = exchange(keys, STATE.rank, size, member)
-    settings, (off, STATE.distinct) = variables_read(members), conclusion(members)
+    settings, off = variables_read(members), why_off(members)
     STATE.members, STATE.plan = members, None if off else plan
     text = f"tccl_py.torch leaves all groups to NCCL: {off}" if off else ""
     if off and settings:
