@@ -185,9 +185,8 @@ def summary(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "pinned", pinned_env_text(plan.pinned_env)
     done = "simulated" if plan.simulated else "measured"
     more = f"{plan.sets_remembered} from memory or journal, {plan.sets_by_symmetry} by symmetry"
-    measured = plan.sets_measured or plan.sets_remembered
     cost = f"{counted(plan.sets_measured, 'set')} {done}, {more}"
-    yield "cost", cost if measured else "none: by the tables of a cluster's plan"
+    yield "cost", cost if _is_measured(plan) else "none: by the tables of a cluster's plan"
 
 
 def limit_text(plan: Plan) -> str:
@@ -224,15 +223,23 @@ def assumptions(plan: Plan) -> list[str]:
     return list(dict.fromkeys((*texts, *plan.bound_assumptions)))
 
 
+def _is_measured(plan: Plan) -> bool:
+    """Return whether a plan is no job's, which is made of the tables of another."""
+    return bool(plan.sets_measured or plan.sets_remembered)
+
+
 def _plugin_text(plan: Plan) -> str:
     """Return what communicators get by the plugin."""
     files = files_of(plan)
     sets = files.sets
     if plan.recommended == "graph" and not sets:
-        return (
-            "by `tccl env JOB --plugin` for a job's directory, which `tccl export DIR --hosts LIST "
-            "-o JOB` makes; without it, launch with the files of nccl/order"
-        )
+        of_job = "by `tccl env DIR --plugin`"
+        if _is_measured(plan):
+            of_job = (
+                "by `tccl env JOB --plugin` for a job's directory, which `tccl export DIR --hosts "
+                "LIST -o JOB` makes"
+            )
+        return f"{of_job}; without it, launch with the files of nccl/order"
     needed, optional = map(shell_text, files.variables)
     more = f"default NCCL with {needed}" if needed else "default NCCL"
     if optional and plan.is_by_variables:
