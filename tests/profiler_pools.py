@@ -47,17 +47,6 @@ def moving(pool, text, **more):
     raise AssertionError(f"{text} does not move: {profiler.notices}")
 
 
-class OpenPool(Pool):
-    """A pool that is started and closed by a `with`."""
-
-    def __enter__(self):
-        self.start()
-        return self
-
-    def __exit__(self, *exception):
-        self.close()
-
-
 def pool_of(devices=2, *, backend="host", **more):
     """A pool over some cores of this host, not started."""
     machine = host_machine(devices)
@@ -67,7 +56,7 @@ def pool_of(devices=2, *, backend="host", **more):
         for gpu in machine.gpus
     ]
     numa_ids = {f"C{node.index}": node.numa_id for node in machine.numa_nodes}
-    return OpenPool(backend, specs, numa_ids, **{"memory": SMALL, "timeouts": PATIENT, **more})
+    return Pool(backend, specs, numa_ids, **{"memory": SMALL, "timeouts": PATIENT, **more})
 
 
 @contextlib.contextmanager

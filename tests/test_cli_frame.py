@@ -206,7 +206,7 @@ def test_bad_input_gets_one_sentence_and_exit_code_2(arguments, sentence):
 
 FILES = {
     "is larger than 33554432 bytes": b"[" * (32 << 20 | 1),
-    "is neither JSON nor XML": b"hello",
+    "is no machine in JSON or XML": b"hello",
     "describes no machine": b"{}",
     "is nested too deep": (b'{"gpus":' * 100_000),
     "is no NCCL topology": b"<html></html>",

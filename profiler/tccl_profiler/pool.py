@@ -79,6 +79,13 @@ class Pool:
         """How many blocks each device runs at once, by name, as of the last start."""
         return {device: started.lanes for device, started in self.started.items()}
 
+    def __enter__(self) -> Pool:
+        self.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
     def prepare(self) -> None:
         """Start the workers, which take seconds to take their devices; `start` waits for them."""
         if self.workers:
