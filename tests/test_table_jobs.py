@@ -288,7 +288,7 @@ def test_a_job_can_be_shown_and_evaluated_but_makes_no_further_jobs(four, tmp_pa
     job, hosts = tmp_path / "job", ("--hosts", "node[1,3]")
     assert f". {job}/nccl/env.sh" in done("export", four, *hosts, "-o", job).stderr
     shown = " ".join(done("show", job).stdout.split())
-    assert "plugin by `tccl env JOB --plugin`" in shown and "cost none: " in shown
+    assert "plugin by `tccl env DIR --plugin`" in shown and "cost none: " in shown
     done("evaluate", job)
     cells = json.loads((job / "evaluate.json").read_text())["cells"]
     plan = load_plan(job)
