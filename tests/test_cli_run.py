@@ -131,11 +131,15 @@ def test_a_job_that_sees_some_of_the_gpus_gets_no_graph_file_of_all(directory, t
     assert got(seen, SLURM_LOCALID="0", SLURM_TASKS_PER_NODE="8") == got(seen)
 
 
+def launcher(path):
+    """A program that prints its environment, under a launcher's name."""
+    path.write_text("#!/bin/sh\nenv\n")
+    path.chmod(0o755)
+    return path
+
+
 def test_torchrun_says_how_many_ranks_it_starts_and_on_how_many_hosts(directory, tmp_path):
-    program = tmp_path / "torchrun"
-    program.write_text("#!/bin/sh\nenv\n")
-    program.chmod(0o755)
-    count = len(load_plan(directory).gpus)
+    program, count = launcher(tmp_path / "torchrun"), len(load_plan(directory).gpus)
 
     def said(*options, **variables):
         done = run(directory, "--choice", "graph", "--", program, *options, **variables)
@@ -153,10 +157,7 @@ def test_torchrun_says_how_many_ranks_it_starts_and_on_how_many_hosts(directory,
 def test_mpirun_says_how_many_ranks_it_starts_and_those_of_other_hosts_have_no_variables(
     directory, tmp_path
 ):
-    program = tmp_path / "mpirun"
-    program.write_text("#!/bin/sh\nenv\n")
-    program.chmod(0o755)
-    count = len(load_plan(directory).gpus)
+    program, count = launcher(tmp_path / "mpirun"), len(load_plan(directory).gpus)
 
     def said(*options):
         done = run(directory, "--choice", "graph", "--", program, *options, "train.py")

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from itertools import groupby
+from itertools import groupby, pairwise
 from math import ceil, prod
 from pathlib import PurePath
 
@@ -84,10 +84,8 @@ def started_by(command: Sequence[str]) -> Started:
     """Return the ranks that a command's launchers start, each of which may start the next one."""
     names = [PurePath(word).name for word in command]
     places = [at for at, name in enumerate(names) if name in _LAUNCHERS]
-    parts = [
-        _part(names[at], command[at + 1 : end])
-        for at, end in zip(places, (*places[1:], len(command)), strict=False)
-    ]
+    ends = pairwise((*places, len(command)))
+    parts = [_part(names[at], command[at + 1 : end]) for at, end in ends]
     counted = [part for part in parts if part.ranks is not None]
     # One that starts a single rank on each host is there for the next.
     several = [part for part in counted if part.ranks != 1] or counted[-1:]
@@ -127,7 +125,7 @@ def _part(name: str, words: Sequence[str]) -> Started:
 
 def _given(name: str, options: Collection[str], words: Sequence[str]) -> tuple[str, str]:
     """Return the first of some options with its value; else a variable that stands for one."""
-    for word, following in zip(words, (*words[1:], ""), strict=False):
+    for word, following in pairwise((*words, "")):
         option, equals, value = word.partition("=")
         if word.startswith("-") and option.lstrip("-").replace("_", "-") in options:
             return f"{name} {option}", value if equals else following

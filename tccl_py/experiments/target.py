@@ -96,14 +96,13 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         arms: dict[ChoiceName, Arm] = {}
         different: dict[tuple[tuple[str, str], ...], Arm] = {}
         for name, choice in self.plan.choices.items():
+            if name in self.left_out:
+                continue
             variables = dict(self.plan.pinned_env)
             if self.plan.connects_by_variables:
                 variables |= environment(self.plan.variables.settings)
             if name != "default":
-                try:
-                    variables |= self._variables(name)
-                except InputError:
-                    continue
+                variables |= self._variables(name)
             arm = Arm(
                 name=name,
                 variables=variables,
@@ -120,19 +119,19 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         It is default NCCL's of a choice that the plan does not have. Raises InputError: its jobs
         need the plugin, which cannot be loaded.
         """
-        if name not in self._arm_of_choice and name in self.plan.choices:
-            self._variables(name)
+        if name in self.left_out:
+            raise self.left_out[name]
         return self._arm_of_choice.get(name, self.arms[0])
 
-    @property
-    def left_out(self) -> Mapping[ChoiceName, str]:
+    @cached_property
+    def left_out(self) -> Mapping[ChoiceName, InputError]:
         """Return why choices have no arm: their jobs need the plugin, which cannot be loaded."""
-        faults: dict[ChoiceName, str] = {}
+        faults: dict[ChoiceName, InputError] = {}
         for name in self.plan.choices:
             try:
-                self.arm(name)
+                self._variables(name)
             except InputError as error:
-                faults[name] = str(error)
+                faults[name] = error
         return faults
 
     def _variables(self, name: ChoiceName) -> dict[str, str]:

@@ -46,6 +46,7 @@ from tccl_py.sources.profiled import conditions_of
 
 _NAME = re.compile(r"NCCL_[A-Z0-9_]{1,60}", re.ASCII)
 _JOB_FIX = "set it only in jobs that use exactly those GPUs: `tccl env DIR --gpus LIST`"
+_CONDITION = "only if nobody set it against hangs or wrong values, which `tccl verify` looks for: "
 _MAX_TOPOLOGY = 1 << 22
 _BUS_IDS = re.compile(r'busid="([0-9A-Fa-f:.]{1,20})"', re.ASCII)
 _HOST_FIX = "remove the line; `tccl env DIR --gpus LIST` sets it for one job"
@@ -102,7 +103,7 @@ def check_settings(host: HostState) -> Results:
             effect = "; it holds for every job that does not set it itself"
             effect = "; it overrides a plan's setting" if line.where == ENVIRONMENT else effect
             fault = f"{name}={cut(line.value)} is set"
-            fix = f"{rule.fix}{_undo(line)}"
+            fix = _CONDITION * rule.workaround + _undo(line)
             yield defect(name, line.where, what=fault, effect=effect, fix=fix)
 
 

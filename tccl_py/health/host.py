@@ -68,7 +68,7 @@ Results = Iterator[Defect | Unseen]
 class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A kind of defect, or a variable that changes a plan: the parts of every finding of it.
 
-    `harmless` is the value of a variable without effect, and its `fix` says when to take it out.
+    `harmless` is the value of a variable without effect; it can be a `workaround` for a fault.
     """
 
     severity: Severity
@@ -77,6 +77,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     source: str
     fix: str = ""
     harmless: str = ""
+    workaround: bool = False
 
 
 @functools.cache
