@@ -16,6 +16,7 @@ import msgspec
 
 from tccl_py.errors import InputError, require
 from tccl_py.files import check_version, encode_json, picked
+from tccl_py.model.links import LinkFact
 from tccl_py.model.transfer import MAX_INDEX, index_of
 
 if TYPE_CHECKING:
@@ -321,6 +322,8 @@ class Knowledge(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     peer_access_provenance: Provenance = "assumed"
     peer_access: tuple[PeerAccess, ...] = ()
     hidden_links: tuple[HiddenLink, ...] = ()
+    links: tuple[LinkFact, ...] | msgspec.UnsetType = msgspec.UNSET
+    """Pairs with P2P that no plan may use; unset where every link is taken for sound."""
 
     def can_access(self, machine: Machine, source: int, target: int) -> bool:
         """Return whether a GPU can use another's memory directly; NVLinked ones always can."""
@@ -365,6 +368,9 @@ def check_knowledge(knowledge: Knowledge, machine: Machine, *, where: str) -> Kn
         for index in (fact.source, fact.target):
             require(index in machine.gpu_indices, where, f"speaks of GPU {index}", right)
     ids = {device.id for device in machine.devices}
+    for pair in knowledge.links or ():
+        for index in (pair.one, pair.other):
+            require(index in machine.gpu_indices, where, f"speaks of GPU {index}", right)
     for link in knowledge.hidden_links:
         for end in (link.one, link.other):
             require(end in ids, where, f"a hidden link ends at {end}", "name a device or bus id")
