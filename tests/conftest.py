@@ -84,7 +84,6 @@ SLOWEST_FIRST = (
     "test_search.py",
     "test_verification.py",
     "test_killed.py",
-    "test_torch_on_gloo.py",
     "test_profiler_lone_lanes.py",
     "test_profiler_host_device.py",
     "test_growth.py",

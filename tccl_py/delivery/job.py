@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import groupby
-from operator import itemgetter
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -21,7 +19,7 @@ from tccl_py.nccl.settings import Settings, job_environment
 from tccl_py.nccl.versions import NEWER_VARIABLE, why_no_plugin
 from tccl_py.nccl_library import installed_nccl
 from tccl_py.plan.chains import ChoiceName
-from tccl_py.plan.directory import graph_files, part_file, placement
+from tccl_py.plan.directory import part_file, placement
 from tccl_py.plan.host_files import host_graph_file
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import check_files
@@ -243,20 +241,6 @@ def _visible(plan: Plan, launch: Launched, say: Say) -> tuple[int, ...] | None:
     listed = ",".join(map(str, gpus))
     say(f"a job over GPUs {listed}, which CUDA_VISIBLE_DEVICES shows; `gpus` names others")
     return gpus
-
-
-def communicator_file(plan: Plan, ranks: Sequence[tuple[str, str, int]], host: str) -> str | None:
-    """Return the graph file (below `nccl/`) on a host for a communicator; None is default NCCL.
-
-    `ranks` are its ranks in order: the host's identity, the plan's name of it, and the GPU.
-    """
-    if not plan.names_graph:
-        return None
-    parts = [list(part) for _, part in groupby(ranks, key=itemgetter(0))]
-    gpus = [(part[0][1], tuple(sorted(gpu for _, _, gpu in part))) for part in parts]
-    planned = [(planned.name, tuple(sorted(plan.gpus_of(planned)))) for planned in plan.hosts]
-    of_hosts = host_graph_file(host) if gpus == planned else None
-    return of_hosts if gpus[1:] else graph_files(plan).get(gpus[0][1])
 
 
 def why_elsewhere(plan: Plan, directory: Path, *, equal_hosts: bool, say: Say) -> str:

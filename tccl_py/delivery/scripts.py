@@ -15,20 +15,18 @@ from tccl_py.plan.results import planned_fingerprint
 
 Form = Literal["slurm-prolog", "module"]
 FORMS: tuple[Form, ...] = get_args(Form)
-PLAN_VARIABLE = "TCCL_PLAN"
-"""The directory of the plan of tccl_py.torch."""
 _PLAIN = "_-./+@%:,="
 
 
 def script(
     form: Form, plan: Plan, directory: Path, delivery: Delivery, *, equal_hosts: bool
 ) -> str:
-    """Return a script that sets what a host's jobs get, and by what tccl_py.torch finds the plan.
+    """Return a script that sets what a host's jobs get.
 
     With `equal_hosts` it is for all hosts whose GPUs are equal to the plan's.
     """
     more = {ALIKE_VARIABLE: "1"} if equal_hosts else {}
-    variables = {**delivery.variables, PLAN_VARIABLE: str(directory.resolve()), **more}
+    variables = {**delivery.variables, **more}
     if form == "module":
         return module(variables, provenance=delivery.provenance)
     planned = None if plan.simulated else planned_fingerprint(plan, directory)

@@ -135,7 +135,7 @@ def conf_text(settings: Settings, *, provenance: str) -> str:
     head = (
         f"# tccl-py, rates {provenance}. Holds for every job of the host.\n"
         "# No graph file is named here: it fails every communicator over other GPUs.\n"
-        "# Jobs that need one get it from env.sh of the plan, from tccl env or by tccl_py.torch.\n"
+        "# Jobs that need one get it from env.sh of the plan, or from tccl env.\n"
     )
     return head + nccl_conf(settings)
 

@@ -14,7 +14,6 @@ import re
 import socket
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -30,7 +29,6 @@ MAX_BYTES = 16 * 1024 * 1024  # More than a line for each of MAX_HOSTS x 8 ranks
 MAX_LINE = 2 * 1024 * 1024  # Room for MAX_HOSTS names with their domains, apart by commas
 NODE_NAME = "SLURMD_NODENAME"  # SLURM's name of a task's node; can differ from the host's
 _MAX_WORDS = 64
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 _SEPARATORS = re.compile(r"[,\s]+")
 _LIKE_A_FILE = re.compile(
@@ -233,11 +231,3 @@ def names_of_this_host() -> Iterator[str]:
         yield os.environ[NODE_NAME]
     # This asks the name service, which may take long.
     yield socket.getfqdn()
-
-
-def host_identity() -> str:
-    """Return NCCL's identity of this host: NCCL_HOSTID, or the host name and the boot id."""
-    boot = ""
-    with suppress(OSError):
-        boot = _BOOT_ID.read_text(encoding="ascii").strip()
-    return os.environ.get("NCCL_HOSTID") or f"{socket.gethostname()} {boot}"

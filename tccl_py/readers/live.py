@@ -6,7 +6,6 @@ cards from sysfs, so that the result is the same as NCCL's view.
 
 from __future__ import annotations
 
-import ctypes
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -183,26 +182,6 @@ def driver_facts(nvml: Any = None) -> DriverFacts:
             gpus=tuple(_gpu(opened, index, handle) for index, handle in enumerate(handles)),
             peer_access=tuple(_peer_access(opened, handles)),
         )
-
-
-def gpu_of_cuda_device(ordinal: int) -> tuple[int, DriverFacts]:
-    """Return a CUDA device's NVML index, by bus id, and NVML's facts (InputError: not known)."""
-    facts, where = driver_facts(), f"CUDA device {ordinal}"
-    device, text = ctypes.c_int(), ctypes.create_string_buffer(64)
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        raise InputError(where, "no CUDA driver answers", "use a machine with GPUs") from error
-    failed = (
-        driver.cuInit(0)
-        or driver.cuDeviceGet(ctypes.byref(device), ordinal)
-        or driver.cuDeviceGetPCIBusId(text, len(text), device)
-    )
-    bus_id = normal_bus_id(text.value.decode("ascii", "replace"))
-    index = next((gpu.index for gpu in facts.gpus if gpu.bus_id == bus_id), None)
-    if failed or index is None:
-        raise InputError(where, f"has no bus id that NVML knows (error {failed})", "use a GPU")
-    return index, facts
 
 
 def driver_version() -> str:
