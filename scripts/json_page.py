@@ -21,7 +21,7 @@ from tccl_py.experiments.spec import WrongValue
 from tccl_py.health.advice import Advice
 from tccl_py.health.doctor import Diagnosis
 from tccl_py.nccl.settings import Settings
-from tccl_py.plan.chains import ChoiceName
+from tccl_py.plan.chains import ChoiceName, Failure
 from tccl_py.workloads.workload import Workload
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -56,6 +56,7 @@ class Choice(Keys, kw_only=True):
     achieved_gbps: Annotated[float | None, says("by the jobs of a verification")]
     assumed: Annotated[bool, says("some parameter behind it is neither measured nor published")]
     note: Annotated[str, says("why there is no rate")]
+    fails: Annotated[Failure | UnsetType, says("of a choice that does not run")] = UNSET
 
 
 class Choices(Keys, kw_only=True):

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
-from tccl_py.errors import MeasurementError
+from tccl_py.errors import InputError, MeasurementError
 from tccl_py.model.machine import Knowledge, NvLink
 from tccl_py.model.rings import ring_like, ring_set
 from tccl_py.nccl.graph_search import default_choice
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.view import view
-from tccl_py.plan.chains import AS_GOOD, CHOICES, condensed
+from tccl_py.plan.chains import AS_GOOD, CHOICES, FailingPair, Failure, condensed
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.text import summary
 from tccl_py.planning.choices import own_gbps
@@ -82,6 +82,66 @@ def test_no_choice_is_recommended_where_a_smaller_one_is_as_good(one, two, three
     assert (plan.gain("variables") is None) == (not rated)
     why = [text for _, text in summary(plan) if "<- recommended" in text]
     assert ["95 % interval" in text for text in why] == [rates[place] * (1 + AS_GOOD) < max(rates)]
+
+
+HANGS = Failure(verdict="hangs", pairs=(FailingPair(0, 1),))
+
+
+def failing(plan, names):
+    """Return a plan whose choices of these names do not run."""
+    replace, gone = msgspec.structs.replace, {"rate_gbps": None, "fails": HANGS}
+    if "default" in names:
+        plan = replace(plan, stock=replace(plan.stock, **gone))
+    if "variables" in names:
+        plan = replace(plan, variables=replace(plan.variables, **gone))
+    return replace(plan, fails=HANGS if "graph" in names else None)
+
+
+@given(
+    st.tuples(RATES, RATES, RATES),
+    st.sets(st.sampled_from(["default", "variables", "graph"])),
+    st.sampled_from([None, "default", "variables", "graph"]),
+)
+def test_a_choice_that_runs_beats_any_that_fails(rates, names, winner):
+    plan = msgspec.structs.replace(plan_of(PCIE), large_buffers=None, winner=winner)
+    plan = msgspec.structs.replace(
+        plan,
+        stock=msgspec.structs.replace(plan.stock, rate_gbps=rates[0]),
+        variables=msgspec.structs.replace(plan.variables, rate_gbps=rates[1]),
+        rate_gbps=rates[2],
+        bound_gbps=None,
+    )
+    running = dict(zip(plan.choices, rates, strict=True))
+    running = {name: rate for name, rate in running.items() if name not in names}
+    plan = failing(plan, names)
+    assert {name for name, choice in plan.choices.items() if choice.rate_gbps is None} == names
+    if not running:
+        assert plan.advice == "No choice runs: NCCL fails (hangs)."
+        return
+    assert plan.recommended in running
+    if winner is None:
+        good = [name for name, rate in running.items() if rate * 1.01 >= max(running.values())]
+        assert plan.recommended == good[0]
+    elif winner in running:
+        assert plan.recommended == winner
+    assert ("default NCCL fails (hangs)" in plan.advice) == ("default" in names)
+
+
+def test_a_choice_that_fails_is_told_with_its_pairs_and_never_has_a_rate(tmp_path):
+    plan = failing(plan_of(PCIE), {"default"})
+    plan.save(tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json") == plan
+    made = plan.to_dict()["choices"]
+    assert made["default"]["rate_gbps"] is None
+    assert made["default"]["fails"] == {"verdict": "hangs", "pairs": ({"from": 0, "to": 1},)}
+    assert "fails" not in made["variables"]
+    lines = dict(summary(plan))
+    assert lines["default NCCL"].startswith("fails (hangs): ")
+    assert "<- recommended: the smallest that runs" in lines["variables only"]
+    rated = msgspec.structs.replace(plan.stock, rate_gbps=1.0)
+    msgspec.structs.replace(plan, stock=rated).save(tmp_path / "wrong.json")
+    with pytest.raises(InputError, match="rate of a choice that fails"):
+        load_plan(tmp_path / "wrong.json")
 
 
 @pytest.mark.parametrize("name", FOUR_GPUS)

@@ -18,7 +18,7 @@ from tccl_py.nccl.versions import unchecked
 from tccl_py.nccl.view import view
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.size_choices import size_basis, size_json, size_lines, size_notes
-from tccl_py.plan.text import assumptions
+from tccl_py.plan.text import assumptions, unrated_text
 from tccl_py.planning.opening import Subject
 from tccl_py.planning.request import DEFAULT_BUDGET, PlanRequest
 from tccl_py.simulator.descriptions import usual_gts
@@ -137,7 +137,8 @@ def _default_words(plan: Plan) -> str:
     hops = {hop for ring in rings for hop in neighbours(ring)}
     kinds = Counter(TRANSPORTS[pair_mechanism(topo, *hop)] for hop in sorted(hops))
     ways = ", ".join(f"{n} {_MECHANISMS.get(kind, 'by P2P')}" for kind, n in kinds.items())
-    rate = "not rated" if default.rate_gbps is None else f"{default.rate_gbps:.1f} GB/s"
+    gbps = default.rate_gbps
+    rate = unrated_text(default) if gbps is None else f"{gbps:.1f} GB/s"
     order = " ".join(map(str, rings[0]))
     more = f" and {len(rings) - 1} more" if len(rings) > 1 else ""
     return f"{rate} ({default.provenance}): ring {order}{more}, hops {ways}"

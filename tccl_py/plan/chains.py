@@ -133,6 +133,32 @@ BY_VARIABLES: tuple[ChoiceName, ...] = ("large-buffers", "variables")
 """Those that are variables alone."""
 
 
+class FailingPair(
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    rename={"source": "from", "target": "to"},
+):
+    """Two ends between which NCCL would send data that does not arrive."""
+
+    source: int | str
+    """The sending GPU by index, or host and NIC as "node3 mlx5_0"."""
+    target: int | str
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Why a choice does not run."""
+
+    verdict: str
+    """What its jobs do, in words: "cannot connect", or a verdict on links, as "hangs"."""
+    pairs: tuple[FailingPair, ...] = ()
+    """The first pairs that fail, at most MOST_FAILING."""
+
+
+MOST_FAILING = 16
+"""Pairs that a Failure lists."""
+
+
 class PlanChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One way to run NCCL over the plan's GPUs.
 
@@ -140,7 +166,8 @@ class PlanChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     in the order of hosts given for default NCCL and variables, in the planned one for graph files.
     `rate_gbps` is the predicted bus bandwidth in GB/s, None where no source can rate it, and
     `error` half its 95 % interval, relative. `achieved_gbps` is the bus bandwidth of real
-    collectives, None until jobs ran. `note` says what is special.
+    collectives, None until jobs ran. `note` says what is special. A choice that `fails` does not
+    run: it has no rate, and is not recommended.
     """
 
     settings: Settings
@@ -150,6 +177,7 @@ class PlanChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     achieved_gbps: Rate | None = None
     assumed: bool = False
     note: str = ""
+    fails: Failure | None = None
 
     @property
     def best_known_gbps(self) -> float | None:

@@ -95,7 +95,7 @@ def check_plan(plan: Plan, *, where: str) -> Plan:
     along their chain, NICs that NCCL would not use so, or a rate above its bound.
     """
     check_cluster(plan.cluster, where=where)
-    by_variables = filter(None, (plan.large_buffers, plan.variables))
+    by_variables = [*filter(None, (plan.large_buffers, plan.variables))]
     searched = (plan.settings, *(choice.settings for choice in by_variables))
     searched += tuple(alternative.settings for alternative in plan.alternatives)
     for settings in (*searched, plan.stock.settings):
@@ -103,6 +103,10 @@ def check_plan(plan: Plan, *, where: str) -> Plan:
             check_settings(settings)
         except InputError as error:
             raise InputError(f"{where} {error.where}", error.what, error.right) from error
+    for choice in (plan.stock, *by_variables):
+        right = "a choice that fails has no rate"
+        fits = choice.fails is None or choice.rate_gbps is None
+        require(fits, where, "has a rate of a choice that fails", right)
     check_pinned_env(plan.pinned_env, searched, where)
     count = len(plan.cluster.classes)
     fault = f"has GPUs for {len(plan.class_gpus)} classes"

@@ -24,6 +24,7 @@ from tccl_py.plan.chains import (
     CUT_SHORT,
     Alternative,
     ChoiceName,
+    Failure,
     Gpu,
     HostPath,
     Number,
@@ -66,7 +67,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     that is as good as the best.
 
     Channels take the rings in turn. `rate_gbps` is the predicted bus bandwidth of a collective,
-    `error` half its 95 % interval (relative), `achieved_gbps` the bandwidth of real collectives.
+    which no job has where the graph files fail (`fails`), `error` half its 95 % interval
+    (relative), `achieved_gbps` the bandwidth of real collectives.
     `file_gbps` is the rate in the graph files of several hosts, where jobs ran with another than
     the best known: NCCL's channels follow from it. No ring set searched exceeds `bound_gbps` under
     these settings if `bound_assumptions` hold, which were not checked for all sets; a plan is
@@ -89,6 +91,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     settings_verified: bool
     rate_gbps: Rate
     error: float = 0.0
+    fails: Failure | None = None
     achieved_gbps: Rate | None = None
     file_gbps: Rate | msgspec.UnsetType = msgspec.UNSET
     bound_gbps: Rate | None
@@ -284,7 +287,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         graph = PlanChoice(
             settings=self.settings,
             rings=self.channel_rings,
-            rate_gbps=self.rate_gbps,
+            rate_gbps=None if self.fails else self.rate_gbps,
+            fails=self.fails,
             error=self.error,
             achieved_gbps=self.achieved_gbps,
             assumed=self.assumed,
@@ -308,9 +312,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def recommended(self) -> ChoiceName:
-        """The winner of jobs, or the smallest choice as good as the best; see `as_good`."""
-        name = self.winner or as_good(self.rates)
-        return "variables" if name == "default" and self.connects_by_variables else name
+        """The winner of jobs, or the smallest choice as good as the best; see `as_good`.
+
+        A choice that runs is better than any that fails.
+        """
+        running = {name: self.rates[name] for name, way in self.choices.items() if not way.fails}
+        name = self.winner or as_good(running or self.rates)
+        if name == "default" and self.connects_by_variables:
+            return "variables"
+        return name if name in running or not running else as_good(running)
 
     @property
     def is_by_variables(self) -> bool:
@@ -320,7 +330,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @property
     def connects_by_variables(self) -> bool:
         """Whether NCCL makes connections only with variables: jobs of its own rings have them."""
-        return bool(self.cluster.cables) and self.stock.rate_gbps is None
+        cabled = bool(self.cluster.cables) and self.stock.rate_gbps is None
+        return (cabled or self.stock.fails is not None) and self.variables.fails is None
 
     @property
     def rates(self) -> dict[ChoiceName, tuple[float, float]]:

@@ -68,6 +68,10 @@ def advice(plan: Plan) -> str:
 def _advice(plan: Plan) -> str:
     name, gain = plan.recommended, plan.gain(plan.recommended)
     times = "" if gain is None else f": {gain:.2f}x default NCCL ({plan.expected})"
+    if failure := plan.choices["default"].fails:
+        times = f": default NCCL fails ({failure.verdict})"
+    if failure := plan.choices[name].fails:
+        return f"No choice runs: NCCL fails ({failure.verdict})."
     variables = environment_text(plan.job_settings)
     early = not plan.at_bound and (plan.cancelled or plan.cut_short)
     ended = "was clearly faster before the search ended early"
@@ -259,7 +263,9 @@ def _choice_text(plan: Plan, name: ChoiceName) -> str:
     """Return a line on one way to run NCCL: bandwidth, gain, and what to set."""
     choice, gain = plan.choices[name], plan.gain(name)
     is_known = choice.rate_gbps is not None
-    rate = f"{choice.rate_gbps:.2f} GB/s ({choice.provenance})" if is_known else "not rated"
+    rate = (
+        f"{choice.rate_gbps:.2f} GB/s ({choice.provenance})" if is_known else unrated_text(choice)
+    )
     if choice.achieved_gbps is not None:
         rate += f", {choice.achieved_gbps:.2f} achieved"
     times = f", {gain:.2f}x default" if gain is not None and name != "default" else ""
@@ -278,9 +284,17 @@ def _choice_text(plan: Plan, name: ChoiceName) -> str:
     return f"{rate}{times}: {how}{note}{chosen}"
 
 
+def unrated_text(choice: PlanChoice) -> str:
+    """Return why a choice has no rate, in a word or two."""
+    return f"fails ({choice.fails.verdict})" if choice.fails else "not rated"
+
+
 def recommended_words(plan: Plan) -> str:
-    """Return the mark of the recommended choice, and why it is not the fastest if so."""
+    """Return the mark of the recommended choice, and why no smaller or faster one has it."""
     choice = plan.choices[plan.recommended]
+    smaller = list(plan.choices)[: list(plan.choices).index(plan.recommended)]
+    if smaller and all(plan.choices[name].fails for name in smaller):
+        return "recommended: the smallest that runs"
     best = max(option.rate_gbps or 0.0 for option in plan.choices.values())
     by_jobs = plan.winner is not None or plan.jobs_ran
     if by_jobs or (choice.rate_gbps or 0.0) * (1 + AS_GOOD) >= best:
@@ -323,6 +337,8 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 def choice_json(choice: PlanChoice) -> dict[str, Any]:
     """Return the JSON of one way to run NCCL."""
     more = picked(choice, "rings", "achieved_gbps", "assumed", "note")
+    if choice.fails:
+        more["fails"] = msgspec.to_builtins(choice.fails)
     return {"rate_gbps": choice.rate_gbps, **_settings_json(choice.settings), **more}
 
 

@@ -32,6 +32,7 @@ from tccl_py.plan.text import (
     proof,
     recommended_words,
     summary,
+    unrated_text,
 )
 from tccl_py.report.contents import Contents, heat_maps, viridis
 from tccl_py.report.drawing import NodeView, loaded_view, templates
@@ -212,7 +213,7 @@ def rate_bars(plan: Plan, achieved: Mapping[ChoiceName, float]) -> list[Bar]:
         notes = [
             recommended_words(plan) if recommended else "",
             f"{gain:.2f}x default NCCL" if gain is not None and name != "default" else "",
-            "" if rate is not None else "not rated",
+            "" if rate is not None else unrated_text(choice),
             choice.note,
         ]
         label, kind = CHOICE_WORDS[name], "plan" if recommended else "default"
