@@ -2,7 +2,6 @@
 
 import gc
 import os
-import shutil
 import signal
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ import hypothesis
 import pytest
 
 from tests.gpu.ranks import REAL
+from tests.skips import is_listed, mark_needs
 
 # Tests start hundreds of Python processes: each would compile all modules again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -161,6 +161,15 @@ def pytest_report_teststatus(report):
     return None
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport():
+    """Fail a test that is skipped for a reason which is not listed, or not true here."""
+    report = yield
+    if report.skipped and not is_listed(reason := report.longrepr[2]):
+        report.outcome, report.longrepr = "failed", f"{reason}: not a reason of tests/skips.py"
+    return report
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """Deal out files, and as one those that belong together."""
@@ -190,5 +199,5 @@ def pytest_collection_modifyitems(items):
             item.add_marker("measuring")
         if markers := list(item.iter_markers("gpu")):
             _skip_without_gpus(item, markers, count, gpus)
-        if item.get_closest_marker("mpi") and shutil.which("mpirun") is None:
-            item.add_marker(pytest.mark.skip(reason="needs mpirun, which is not here"))
+        if item.get_closest_marker("mpi"):
+            item.add_marker(mark_needs("mpirun"))

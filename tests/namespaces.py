@@ -23,6 +23,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.skips import needs
+
 HOSTS = ("h0", "h1", "h2", "h3")
 RACKS = {"h0": "rack-a", "h1": "rack-a", "h2": "rack-b", "h3": "rack-b"}
 INTERFACES = {"h0": ("eth0",), "h1": ("eth0", "eth1"), "h2": ("eth0",), "h3": ("eth0",)}
@@ -309,11 +311,7 @@ def namespaces_in(directory, **more):
     Raises:
         pytest.skip.Exception: the kernel, or what is installed, does not allow it.
     """
-    for tool in ("ip", "tc", "nsenter", "unshare", "sysctl", "mpirun"):
-        if shutil.which(tool) is None:
-            pytest.skip(f"namespaces: {tool} is not installed")
-    if os.geteuid() != 0:
-        pytest.skip("namespaces: only root may make them")
+    needs("root", "ip", "tc", "nsenter", "unshare", "sysctl", "mpirun")
     made = Namespaces(
         prefix=f"tccl{os.getpid()}n{next(_numbers)}", directory=Path(directory), **more
     )

@@ -8,7 +8,6 @@ ranks meet by PMIx, for which SLURM loads the file libpmix.so of libpmix-dev.
 import contextlib
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.namespaces import Ran, ended
+from tests.skips import needs
 
 NODES = ("gpu01", "gpu02")
 TOOLS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "sinfo", "unshare")
@@ -122,11 +122,7 @@ def running(folder, nodes):
 
     Skips by name where SLURM is not to be had.
     """
-    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
-    if missing:
-        pytest.skip(f"needs SLURM on this machine: {', '.join(missing)} not installed")
-    if os.geteuid() != 0:
-        pytest.skip("needs root to give SLURM's nodes host names")
+    needs("root", *TOOLS)  # root gives nodes host names
     made = Slurm(folder)
     for name in ("state", *(f"{kind}.{node}" for kind in ("spool", "tmp") for node in nodes)):
         (folder / name).mkdir()

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import os
-import shutil
 import subprocess
 from itertools import product
 from pathlib import Path
@@ -57,6 +56,7 @@ from tccl_py.sources import profiled
 from tccl_py.sources.profiled import ProfilerSource
 from tests.nccl_cases import CASES, VERDICTS
 from tests.planned import needing_a_graph, plan_of
+from tests.skips import needs
 from tests.test_cli_hardware import Fake, faked
 
 pytestmark = pytest.mark.timeout(240)
@@ -542,12 +542,10 @@ def test_the_doctor_says_which_rings_nccl_takes(monkeypatch):
 
 @pytest.fixture(scope="module")
 def failing_library(tmp_path_factory):
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("there is no C compiler for a library that fails")
+    needs("a C compiler")
     path = tmp_path_factory.mktemp("nccl") / "libnccl.so.2"
     source = Path(__file__).with_name("failing_nccl.c")
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", path, source], check=True)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", path, source], check=True)
     return path
 
 

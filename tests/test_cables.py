@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import math
 import random
 from collections import Counter
 from pathlib import Path
@@ -214,15 +213,16 @@ def test_a_given_order_without_cables_is_refused_by_its_steps():
 
 
 def test_a_search_that_is_cut_off_calls_nothing_proven(monkeypatch):
-    monkeypatch.setattr("tccl_py.merge.cables.MAX_STEPS", 5)
     cables = cabling(itertools.combinations("abcd", 2))
 
     def rate(host, entries, exits):
         return 10.0 if (entries, exits) == ((0,), (1,)) else 5.0
 
-    ring = cabled_ring("abcd", cables, 1, rate)
-    assert ring.rate_gbps <= ring.bound_gbps
-    assert math.isfinite(ring.bound_gbps)
+    for steps, proven in ((4, False), (12, False), (13, True)):
+        monkeypatch.setattr("tccl_py.merge.cables.MAX_STEPS", steps)
+        ring = cabled_ring("abcd", cables, 1, rate)
+        assert (ring.rate_gbps, ring.proven) == (5.0, proven)
+        assert ring.bound_gbps == (5.0 if proven else 10.0)
 
 
 # Cables of a file

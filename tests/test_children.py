@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tccl_py.children import child_command, child_environment, search_path
+from tests.skips import needs
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "TCCL_TEST_FAMILY"
@@ -88,7 +89,7 @@ GOES_ON = {
 def test_no_file_of_the_current_directory_runs(trap, planned, tmp_path, words):
     folder, said = trap
     if words[0] in ("verify", "overlap"):
-        pytest.importorskip("torch")
+        needs("torch")
     started = subprocess.Popen(
         console(*({"PLAN": planned, "OUT": tmp_path / "out"}.get(one, one) for one in words)),
         cwd=folder,

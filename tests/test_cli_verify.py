@@ -705,7 +705,8 @@ def test_a_workload_of_another_number_of_ranks_or_no_file_is_refused(place, jobs
     row = WorkloadRow(collective="all_reduce", dtype="int8", bytes=1, groups=((0, 1),), calls=1)
     file = tmp_path / "job.json"
     write_workload(Workload(name="two", source="", ranks=2, rows=(row,)), file)
-    for name, fault in ((file, "2 ranks, and jobs here have 4"), (tmp_path / "none", "none")):
+    none = tmp_path / ("folder" * 20) / "none"
+    for name, fault in ((file, "2 ranks, and jobs here have 4"), (none, f"{none}'")):
         found = tccl("verify", place, "--backend", "host", "--workload", name)
         assert (found.exit_code, found.stdout) == (2, "")
         assert fault in found.stderr

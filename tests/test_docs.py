@@ -132,7 +132,6 @@ def script(name: str, monkeypatch) -> ModuleType:
 
 
 def test_a_page_says_all_that_the_help_does(monkeypatch):
-    pytest.importorskip("mkdocs")
     pages = script("command_pages", monkeypatch)
     for name, command in pages.commands().items():
         text = pages.page(name, command)
@@ -160,8 +159,6 @@ def test_the_checker_of_links_finds_what_is_dead(monkeypatch, tmp_path):
 
 
 def test_the_site_builds_without_a_warning_and_no_link_in_it_is_dead(tmp_path, monkeypatch):
-    pytest.importorskip("mkdocs")
-    pytest.importorskip("mkdocstrings")
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(tmp_path)]
     result = subprocess.run(
         build,

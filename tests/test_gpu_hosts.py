@@ -1,11 +1,11 @@
 """tests/gpu/on-hosts: ranks of one mpirun, each on its host, with a stand-in for virtual GPUs."""
 
-import os
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+
+from tests.skips import mark_needs
 
 AGENT = str(Path(__file__).parent / "gpu" / "on-hosts")
 HOSTS = """#!/bin/sh
@@ -22,10 +22,7 @@ wait
 pytestmark = [
     pytest.mark.mpi,
     pytest.mark.timeout(60),
-    pytest.mark.skipif(os.geteuid() != 0, reason="needs root for namespaces"),
-    pytest.mark.skipif(
-        not all(map(shutil.which, ("nsenter", "setpriv", "unshare"))), reason="needs util-linux"
-    ),
+    mark_needs("root", "nsenter", "setpriv", "unshare"),
 ]
 
 

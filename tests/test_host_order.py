@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 
 import msgspec
@@ -22,6 +21,7 @@ from tccl_py.plan.host_files import (
     launch_notes,
 )
 from tccl_py.readers.hosts import HostSlots, parse_host_list
+from tests.skips import needs
 
 ORDER = (("gpu3", (0, 1)), ("gpu1", (0,)), ("gpu10.cluster", (1, 0)))
 PROVENANCE = "tccl plan of plans/x, simulated"
@@ -177,11 +177,9 @@ def test_open_mpi_has_the_same_order(options, tmp_path):
 
 @pytest.mark.mpi
 def test_mpich_has_the_same_order(tmp_path):
-    hydra = shutil.which("mpiexec.hydra")
-    if hydra is None:
-        pytest.skip("needs mpiexec.hydra, which is not here")
+    needs("mpiexec.hydra")
     # With `fork` it starts the ranks of all hosts here.
-    command = (hydra, "-launcher", "fork", "-machinefile", MPICH_MACHINEFILE, "-n", "5")
+    command = ("mpiexec.hydra", "-launcher", "fork", "-machinefile", MPICH_MACHINEFILE, "-n", "5")
     say = "echo $PMI_RANK is $MPI_LOCALRANKID of $MPI_LOCALNRANKS"
     said = launched(tmp_path, *command, "bash", "-c", say)
     expected = ["0 is 0 of 2", "1 is 1 of 2", "2 is 0 of 1", "3 is 0 of 2", "4 is 1 of 2"]

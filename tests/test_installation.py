@@ -44,6 +44,7 @@ from tccl_py.plan.load import load_plan
 from tccl_py.statistics import Interval
 from tests.cluster_plans import mixed
 from tests.planned import SMALL, needing_a_graph, plan_of
+from tests.skips import mark_needs
 
 SETTINGS = Settings(version="2.28", p2p_level="SYS", channels=8, buffsize=524288)
 PLAN = Delivery(settings=SETTINGS, variables=environment(SETTINGS), provenance="measured")
@@ -352,7 +353,7 @@ def test_places_that_cannot_be_are_refused(tmp_path):
     assert "has control characters" in refused(tmp_path / "a\nb")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+@mark_needs("root")
 def test_files_of_other_users_are_refused(tmp_path):
     path = tmp_path / "conf"
     path.write_bytes(b"A=b\n")
@@ -601,7 +602,7 @@ def test_a_plan_that_others_can_write_is_not_installed(measured, tmp_path, open_
     assert not Path(os.environ["NCCL_CONF_FILE"]).exists()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+@mark_needs("root")
 def test_a_plan_of_another_user_is_not_installed_nor_a_file_in_anothers_folder(measured, tmp_path):
     (folder := tmp_path / "others").mkdir()
     os.chown(folder, 12345, -1)

@@ -1,6 +1,5 @@
 """Which NCCL is found, by packages laid out as pip does, and a library built here."""
 
-import shutil
 import subprocess
 import sys
 
@@ -12,8 +11,9 @@ from tccl_py.health.doctor import examine
 from tccl_py.health.host import HostState
 from tccl_py.nccl_library import InstalledNccl, installed_nccls
 from tccl_py.planning.installed_nccl import version_to_plan
+from tests.skips import mark_needs
 
-needs_cc = pytest.mark.skipif(shutil.which("cc") is None, reason="needs cc, which is not here")
+needs_cc = mark_needs("a C compiler")
 TORCH = "the package nvidia-nccl-cu12, which torch 2.11.0 loads"
 
 

@@ -21,6 +21,7 @@ from tccl_py.nccl.plugin.index import INDEX_VARIABLE
 from tccl_py.plan.directory import ALIKE_INDEX_FILE
 from tccl_py.plan.load import load_plan
 from tccl_py.report.preflight import preflight_metrics
+from tests.skips import needs
 
 ROOT = Path(__file__).parent.parent
 FILES = ROOT / "examples" / "operations"
@@ -224,13 +225,13 @@ def test_the_folder_of_the_metrics_is_made_before_the_check():
 
 
 def test_the_units_are_good(tmp_path):
-    analyze = shutil.which("systemd-analyze")
-    if analyze is None:
-        pytest.skip("needs systemd-analyze, which is not here")
+    needs("systemd-analyze")
     for name in ("tccl-check.service", "tccl-check.timer"):
         shutil.copy(FILES / name, tmp_path)
     units = [str(tmp_path / name) for name in ("tccl-check.service", "tccl-check.timer")]
-    done = subprocess.run([analyze, "verify", *units], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["systemd-analyze", "verify", *units], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -245,11 +246,9 @@ def test_the_image_installs_an_extra_that_there_is_and_runs_the_command():
 
 
 def test_the_image_has_no_complaint_of_hadolint():
-    hadolint = shutil.which("hadolint")
-    if hadolint is None:
-        pytest.skip("needs hadolint, which is not here")
+    needs("hadolint")
     file = str(FILES / "Dockerfile")
-    done = subprocess.run([hadolint, file], capture_output=True, text=True, check=False)
+    done = subprocess.run(["hadolint", file], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 
 

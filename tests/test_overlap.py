@@ -25,11 +25,10 @@ from tccl_py.experiments.together import ThreadStopwatch, time_beside
 from tccl_py.rank_processes.rank import Communicator
 from tccl_py.report.tables import overlap_lines, span
 from tests.processes import alive, children
+from tests.skips import mark_needs
 from tests.test_json_page import same_keys
 
-needs_torch = pytest.mark.skipif(
-    importlib.util.find_spec("torch") is None, reason="torch is not installed"
-)
+needs_torch = mark_needs("torch")
 LONG_S = 100
 """Bounds what never comes; whatever does come may take its time on a busy machine."""
 REPOSITORY = Path(__file__).resolve().parents[1]

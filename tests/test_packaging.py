@@ -11,6 +11,7 @@ import pytest
 
 from tccl_py.cli.main import COMMANDS
 from tccl_py.nccl.plugin import LIBRARY
+from tests.skips import needs
 
 ROOT = Path(__file__).parent.parent
 
@@ -28,7 +29,7 @@ def checkout():
 
 
 def test_the_source_archive_has_every_file_of_the_checkout(checkout, tmp_path):
-    pytest.importorskip("setuptools")
+    needs("setuptools")
     source, out = tmp_path / "source", tmp_path / "out"
     for name in checkout:
         (source / name).parent.mkdir(parents=True, exist_ok=True)
@@ -42,7 +43,9 @@ def test_the_source_archive_has_every_file_of_the_checkout(checkout, tmp_path):
 
 
 def test_users_extras_install_no_test_tools():
-    tomllib = pytest.importorskip("tomllib")
+    needs("tomllib")
+    import tomllib  # noqa: PLC0415
+
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (everything,) = project["optional-dependencies"]["all"]
     assert "test" not in everything
@@ -50,7 +53,6 @@ def test_users_extras_install_no_test_tools():
 
 
 def test_the_manual_has_every_command_and_no_bare_markup(monkeypatch):
-    pytest.importorskip("markdown_it")
     monkeypatch.syspath_prepend(ROOT / "scripts")
     import man_page  # noqa: PLC0415
 
@@ -63,8 +65,7 @@ def test_the_manual_has_every_command_and_no_bare_markup(monkeypatch):
 
 
 def test_the_plugin_is_built_by_a_python_without_packages(tmp_path):
-    if shutil.which("cc") is None:
-        pytest.skip("no C compiler")
+    needs("a C compiler")
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
     python.chmod(0o755)

@@ -20,7 +20,6 @@ from tccl_py.experiments.target import read_target
 from tccl_py.experiments.tuning import stages
 from tccl_py.model.rings import Hop, bounce, ring, ring_like, ring_set
 from tccl_py.nccl.paths import path_types
-from tccl_py.nccl.plugin import LIBRARY
 from tccl_py.nccl.settings import Settings, check_settings, environment, settings_from_environment
 from tccl_py.nccl.system import PathType
 from tccl_py.nccl.transport import hop_space
@@ -34,6 +33,8 @@ from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.bench import bench_of
 from tests.planned import PCIE, as_only, plan_of, through
+from tests.plugin.runs import plugin_library
+from tests.skips import lacking, needs
 
 PLACED = Settings(shm_locality="sender", shm_placement=True)
 
@@ -47,7 +48,10 @@ def plan():
 def directory(plan, tmp_path_factory):
     place = tmp_path_factory.mktemp("plans") / "placed"
     place.mkdir()
-    write_plan(plan, place, models=as_only(load_bundled(PCIE)))
+    with pytest.MonkeyPatch.context() as patch:
+        if not lacking("a C compiler"):
+            patch.setattr("tccl_py.nccl.plugin.INSTALLED", plugin_library().parent)
+        write_plan(plan, place, models=as_only(load_bundled(PCIE)))
     return place
 
 
@@ -247,8 +251,7 @@ WITH_PLUGIN = {"NCCL_ENV_PLUGIN", "TCCL_INDEX", "NCCL_CUMEM_HOST_ENABLE", "NCCL_
 
 
 def test_settings_of_placed_buffers_are_not_tuned_and_run_with_the_plugin(plan, directory):
-    if not (directory / "nccl" / LIBRARY).exists():
-        pytest.skip("no C compiler was there")
+    needs("a C compiler")
     target = read_target(plan, directory)
     assert set(target.arm("graph").variables) == WITH_PLUGIN
     assert not [found for stage in stages(target, "graph") for found in stage(plan.settings)]
@@ -259,8 +262,7 @@ def test_jobs_get_placed_buffers_by_the_plugin_alone(directory):
     script = (directory / "nccl" / "env.sh").read_text()
     assert "export" not in script
     assert "NCCL_" not in (directory / "nccl" / "nccl.conf").read_text()
-    if not (directory / "nccl" / LIBRARY).exists():
-        pytest.skip("no C compiler was there")
+    needs("a C compiler")
     found = CliRunner().invoke(app, ["env", str(directory), "--json"])
     assert found.exit_code == 0
     assert set(json.loads(found.stdout)["environment"]) == WITH_PLUGIN

@@ -27,6 +27,7 @@ from tccl_py.simulator.source import Simulator
 from tccl_py.sources.bench import Bench
 from tccl_py.sources.journal import JournalFile, read_journal
 from tests.planned import PCIE, SMALL, plan_of, rebind
+from tests.skips import mark_needs
 
 QUICK = ("--max-sets", "100", "--rings", "1")
 
@@ -211,7 +212,7 @@ def test_results_are_printed_of_a_plan_whose_directory_cannot_be_written(command
     assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+@mark_needs("a user who may not write everywhere")
 def test_a_place_without_permission_is_refused(tmp_path):
     tmp_path.chmod(0o500)
     refused(planned_to(tmp_path / "plan"), "cannot be made (Permission denied)")

@@ -1,7 +1,6 @@
 """What NCCL carries from host to host: real workers and hosts, a stand-in for NCCL's library."""
 
 import contextlib
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from tccl_py.sources.hosts import HostsSource
 from tccl_py.sources.profiled import MeasurementOptions
 from tests.nccl_cases import read_graph_file
 from tests.profiler_clusters import Checked, agents_in_processes
+from tests.skips import needs
 
 pytestmark = pytest.mark.timeout(180)
 SOURCE = Path(__file__).with_name("stand_in_nccl.c")
@@ -200,11 +200,9 @@ def test_the_graph_file_is_a_ring_of_one_gpu_by_the_nic_with_half_the_channels(
 
 @pytest.fixture(scope="module")
 def library_folder(tmp_path_factory):
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("there is no C compiler for the stand-in")
+    needs("a C compiler")
     folder = tmp_path_factory.mktemp("nccl")
-    command = [compiler, "-shared", "-fPIC", "-O1", "-o", folder / "libnccl.so.2", SOURCE]
+    command = ["cc", "-shared", "-fPIC", "-O1", "-o", folder / "libnccl.so.2", SOURCE]
     subprocess.run(command, check=True)
     return folder
 

@@ -1,6 +1,5 @@
 """Timing of calls on GPUs, by a stand-in for torch.cuda whose clock is advanced by calls alone."""
 
-import importlib.util
 import inspect
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -12,10 +11,9 @@ from tccl_py.experiments.evaluation import CALLS
 from tccl_py.experiments.spec import BATCHES
 from tccl_py.rank_processes.rank import Communicator
 from tccl_py.rank_processes.training import TrainingStep
+from tests.skips import mark_needs
 
-needs_torch = pytest.mark.skipif(
-    importlib.util.find_spec("torch") is None, reason="torch is not installed"
-)
+needs_torch = mark_needs("torch")
 SMALL, LARGE = 1024, 2 * GRAPHED_BYTES
 
 
@@ -142,7 +140,8 @@ def test_a_gpu_is_kept_busy_until_its_clocks_are_up(gpu):
 
 @needs_torch
 def test_the_stand_in_has_names_and_arguments_of_torch_alone(gpu):
-    torch = pytest.importorskip("torch")
+    import torch  # noqa: PLC0415
+
     for name in ("Event", "CUDAGraph"):
         own = [key for key in vars(getattr(gpu.cuda, name)) if not key.startswith("__")]
         assert own and [key for key in own if not hasattr(getattr(torch.cuda, name), key)] == []
@@ -153,7 +152,8 @@ def test_the_stand_in_has_names_and_arguments_of_torch_alone(gpu):
 
 @needs_torch
 def test_training_values_are_those_of_the_first_weights_however_many_steps_ran():
-    torch = pytest.importorskip("torch")
+    import torch  # noqa: PLC0415
+
     device = torch.device("cpu")
     alone = SimpleNamespace(all_reduce=lambda *_, **__: None)
     whole, half = (

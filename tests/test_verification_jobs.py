@@ -3,7 +3,6 @@
 What needs torch runs over gloo, and is skipped by name where torch is not installed.
 """
 
-import importlib.util
 import os
 import signal
 import subprocess
@@ -35,11 +34,10 @@ from tccl_py.nccl.tuner import COLLECTIVES as TUNED
 from tccl_py.rank_processes.forkserver import ForkServer
 from tccl_py.rank_processes.rank import Communicator
 from tccl_py.workloads.workload import Workload, WorkloadDtype, WorkloadRow
+from tests.skips import mark_needs
 
 REPOSITORY = Path(__file__).parent.parent
-needs_torch = pytest.mark.skipif(
-    importlib.util.find_spec("torch") is None, reason="needs torch, which is not here"
-)
+needs_torch = mark_needs("torch")
 PROGRAM = "tests.rank_programs"
 
 

@@ -101,7 +101,7 @@ def verified_choice(directory: Path, text: str) -> Communication:
     if verified is None or verified.basis:
         fault = "was verified for it without GPUs" if verified else "was not verified for it"
         right = f"`tccl verify {quote(str(directory))} --workload FILE` first, or leave it out"
-        raise InputError(f"workload {text[:80]!r}", f"{directory} {fault}", right)
+        raise InputError(f"workload {text!r}", f"{directory} {fault}", right)
     return verified
 
 

@@ -53,7 +53,7 @@ class Line(NamedTuple):
 
 def find_program(name: str) -> Path:
     """Return the path of a program of nccl-tests. Raises InputError: another one, or none there."""
-    where = f"program {name[:80]!r}"
+    where = f"program {name!r}"
     if Path(name).name not in PROGRAMS:
         raise InputError(where, "is no program of nccl-tests", f"one of {', '.join(PROGRAMS)}")
     path = shutil.which(name)

@@ -272,7 +272,7 @@ def job_environment(settings: Settings, *, graph: PurePosixPath | None = None) -
     if graph is not None:
         check_path(graph)
         right = "jobs start in other directories: give a path from the root"
-        where = f"graph file {str(graph)[:80]!r}"
+        where = f"graph file '{graph}'"
         require(graph.is_absolute(), where, "is no absolute path", right)
         variables[GRAPH_VARIABLE] = str(graph)
     return variables

@@ -270,7 +270,7 @@ def _loaded(name: str | Path) -> MachineModel:
         return description.model or model_for(description.machine, description.knowledge)
     names = ", ".join(bundled_names())
     if path.suffix or "/" in name or os.path.islink(path):  # noqa: PTH114 (no error: name too long)
-        raise InputError(name[:200], missing(path), f"name a file or one of {names}")
+        raise InputError(name, missing(path), f"name a file or one of {names}")
     where = f"machine {name[:60]!r}"
     raise InputError(where, "is neither bundled nor a file", f"there are {names}")
 

@@ -35,7 +35,7 @@ def open_workload(names: Sequence[str], *, name: str = "", ranks: int = 8) -> Wo
         return bundled(names[0], ranks)
     missing = next((text for text in names if not Path(text).exists()), None)
     right = f"name one bundled workload, of {', '.join(BUNDLED)}, or files of a job"
-    require(missing is None, f"workload {str(missing)[:80]!r}", "is no file", right)
+    require(missing is None, f"workload {missing!r}", "is no file", right)
     paths = sorted(chain.from_iterable(_files(Path(text)) for text in names))
     require(paths, ", ".join(names), "has no files", "name the files of a job")
     require(len(paths) <= MAX_FILES, names[0], f"has {len(paths)} files", f"at most {MAX_FILES}")

@@ -22,6 +22,7 @@ from tccl_py.planning.installed_nccl import why_not_asked
 from tccl_py.readers.live import discover_machine
 from tests.gpu.ranks import REAL, SHARE
 from tests.gpu.test_nccl_loads_plans import all_reduce, in_ranks, tccl
+from tests.skips import needs
 
 pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(600)]
 
@@ -62,7 +63,7 @@ def test_variables_change_transports_and_channels(gpus):
 
 
 def test_a_job_of_torch_runs_the_same_rings(gpus, tmp_path, monkeypatch):
-    pytest.importorskip("torch")
+    needs("torch")
     for name in list(os.environ):
         if name.startswith("NCCL_") and name != "NCCL_NVLS_ENABLE":
             monkeypatch.delenv(name)

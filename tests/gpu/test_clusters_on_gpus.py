@@ -20,6 +20,7 @@ from tccl_py.nccl.communicators import parse_log, same_rings
 from tccl_py.nccl.settings import environment
 from tccl_py.plan.load import load_plan
 from tests.gpu.ranks import REPOSITORY, run_ranks
+from tests.skips import needs
 
 pytestmark = pytest.mark.timeout(900)
 INTERFACE = "lo"
@@ -47,9 +48,7 @@ exec unshare --uts sh -c 'hostname node'$rank' && exec "$@"' rank "$@"
 )
 def planned(request, tmp_path_factory):
     """The plan that `tccl plan` makes under mpirun, and where it is."""
-    for tool in ("mpirun", "unshare"):
-        if shutil.which(tool) is None:
-            pytest.skip(f"{tool} is not installed")
+    needs("mpirun", "unshare")
     nodes = request.param
     folder = tmp_path_factory.mktemp(f"nodes{len(nodes)}")
     wrapper = folder / "rank.sh"

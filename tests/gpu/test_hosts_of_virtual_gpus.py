@@ -6,7 +6,6 @@ GPUs and NVML of their own; NCCL takes them for nodes, which talk over TCP on lo
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from tccl_py.plan.directory import write_new_plan
 from tccl_py.plan.load import load_plan
 from tests.gpu.ranks import PINNED, REPOSITORY, SHARE, run_ranks
 from tests.gpu.test_profiler_on_gpus import eventually, used_mib, workers
+from tests.skips import needs
 
 pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(240)]
 HOSTS = int(os.environ.get("VGPU_HOSTS", "1"))
@@ -37,8 +37,7 @@ AGENT = str(REPOSITORY / "tests" / "gpu" / "on-hosts")
 def _hosts():
     if HOSTS < 2:
         pytest.skip("needs several hosts of virtual GPUs (scripts/test-gpu --part clusters)")
-    if shutil.which("mpirun") is None:
-        pytest.skip("mpirun is not installed")
+    needs("mpirun")
 
 
 def mpirun(*words, codes=(0,), timeout=140, **variables):

@@ -25,6 +25,7 @@ from tccl_py.plan.retuning import retuned
 from tccl_py.readers.live import discover_machine
 from tests.gpu.ranks import groups_of, run_ranks, torch_nccl
 from tests.plugin.logs import assert_own_rings
+from tests.skips import needs
 
 pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(150)]
 
@@ -32,7 +33,7 @@ pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(150)]
 @pytest.fixture(scope="module")
 def planned(files_for_all_sets):
     """How many GPUs, a plan for them and for torch's NCCL, and the host's fingerprint."""
-    pytest.importorskip("torch", reason="torch is not installed")
+    needs("torch")
     if (version := torch_nccl()) < (2, 28, 7):
         pytest.skip(f"NCCL {version} has no environment plugins")
     _, _, fingerprint = discover_machine()

@@ -15,6 +15,7 @@ from tccl_py.experiments.sizes import load_sizes
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.results import Tuning, load_tuning
 from tests.gpu.ranks import PINNED, REAL, REPOSITORY
+from tests.skips import needs
 
 pytestmark = [pytest.mark.gpu(count=2, virtual_s=280), pytest.mark.timeout(580)]
 
@@ -30,7 +31,7 @@ BRIEF = ("--sizes", "128K,256K,512K,1M,8M" if REAL else "1M", "--seconds", "40" 
 )
 def tuned(request, tmp_path_factory):
     """A plan of this machine, tuned, and its tunings."""
-    pytest.importorskip("torch", reason="torch is not installed")
+    needs("torch")
     place = tmp_path_factory.mktemp("tuned") / "plan"
     shutil.copytree(request.getfixturevalue(request.param), place)
     pinned = request.param == "without_p2p"

@@ -22,6 +22,7 @@ from tests.gpu.ranks import BRIEF, CHANNELS, PINNED, REAL, REPOSITORY, SHARE, ru
 from tests.gpu.test_profiler_on_gpus import eventually, used_mib, workers
 from tests.planned import needing_a_graph
 from tests.plugin.logs import assert_own_rings
+from tests.skips import needs
 
 pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(580)]
 
@@ -40,7 +41,7 @@ ON_TWO = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A folder with all that the commands write, a home among it."""
-    pytest.importorskip("torch", reason="torch is not installed")
+    needs("torch")
     return tmp_path_factory.mktemp("walk")
 
 

@@ -1,6 +1,5 @@
 """Plans of hosts in network namespaces: the one found is the best that the shaping allows."""
 
-import importlib.util
 import itertools
 import json
 import shutil
@@ -17,6 +16,7 @@ from tccl_py.plan.tables import kept_files
 from tccl_py.planning.jobs import plan_of_job
 from tccl_py.readers.hosts import HostSlots
 from tests.namespaces import PAYLOAD, RACKS, ended, namespaces_in, near
+from tests.skips import mark_needs
 from tests.test_cli_plan import done
 
 pytestmark = pytest.mark.mpi
@@ -181,7 +181,7 @@ def test_every_pair_of_the_grown_plan_gets_what_its_links_have(grown, tmp_path):
         assert load_plan(place).rate_gbps == near(slowest * PAYLOAD)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
+@mark_needs("torch")
 def test_jobs_of_all_hosts_and_of_half_are_evaluated(planned, namespaces):
     _, directory = planned
     ran = namespaces.run(

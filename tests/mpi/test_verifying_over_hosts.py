@@ -1,7 +1,6 @@
 """`tccl verify` of a cluster's plan over hosts in network namespaces: real collectives by gloo."""
 
 import contextlib
-import importlib.util
 import json
 import os
 import signal
@@ -18,11 +17,12 @@ from tccl_py.plan.directory import write_plan
 from tests.cluster_plans import LOCAL, ONE, PAIR, cluster_plan
 from tests.namespaces import ended, namespaces_in
 from tests.processes import alive, children
+from tests.skips import mark_needs
 
 pytestmark = [
     pytest.mark.mpi,
     pytest.mark.timeout(400),
-    pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch"),
+    mark_needs("torch"),
 ]
 HOSTS, ORDER = ("h0", "h1"), ("h1", "h0")
 """Ranks follow the plan's hosts, not the launcher's: h1 is not the controller's."""

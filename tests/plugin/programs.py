@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from tccl_py.nccl.plugin.build import SOURCES, BuildError, build_plugin
+from tccl_py.nccl.plugin.build import SOURCES, build_plugin
 from tccl_py.nccl.tuner import COLLECTIVES, PROTOCOLS, TunerEntry, TunerTable, check_tables
 from tests.plugin.runs import make_plan
+from tests.skips import needs
 
 HERE = Path(__file__).resolve().parent
 RECORDS = HERE.parent / "cases" / "plugin"
@@ -31,13 +32,12 @@ SANITIZERS = {
 @functools.cache
 def compile_program(folder, name, *arguments, sanitizer="", target=None):
     """Return a program or library of a C file beside this module; skip without a compiler."""
+    needs("a C compiler")
     path = folder / (target or f"{name}{sanitizer}")
     command = ["cc", "-std=c11", "-D_GNU_SOURCE", "-O1", "-pthread", *SANITIZERS[sanitizer]]
     command += ["-o", str(path), str(HERE / f"{name}.c"), *map(str, arguments), "-ldl"]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True)
-    except FileNotFoundError:
-        pytest.skip("no C compiler")
     except subprocess.CalledProcessError as error:
         if sanitizer and "cannot find" in error.stderr:
             pytest.skip(f"the compiler has no {sanitizer} sanitizer")
@@ -61,11 +61,8 @@ class StandIn:
             )
             for name in ("libcuda", "libnvidia-ml")
         ]
-        try:
-            flags = SANITIZERS[sanitizer]
-            self.plugin = build_plugin(folder, flags=flags, name=f"plugin{sanitizer}.so")
-        except BuildError as error:
-            pytest.skip(str(error))
+        flags = SANITIZERS[sanitizer]
+        self.plugin = build_plugin(folder, flags=flags, name=f"plugin{sanitizer}.so")
 
     def run(
         self, plan, script, *, version="2.30.7", release="2.30.7", record=None, wrapper=(), **env

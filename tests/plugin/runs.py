@@ -19,6 +19,7 @@ from tccl_py.nccl.tuner import tune_lines
 from tccl_py.nccl_library import NAME, installed_nccls
 from tccl_py.plan.directory import graph_text
 from tests.plugin.ranks import Made, Record, Spec
+from tests.skips import needs
 
 ROOT = Path(__file__).resolve().parents[2]
 TOPOLOGIES = ROOT / "tests" / "cases" / "topologies"
@@ -109,10 +110,8 @@ def make_plan(
 
 def plugin_library():
     """Return the built plugin, or skip the test where there is no compiler."""
-    try:
-        return build_plugin(ROOT / "build" / "plugin")
-    except RuntimeError as error:
-        pytest.skip(str(error))
+    needs("a C compiler")
+    return build_plugin(ROOT / "build" / "plugin")
 
 
 def run_ranks(folder, scenario, size, *, plan, version="2.28.9", **options):

@@ -28,12 +28,14 @@ from tests.plugin.programs import (
     stand_in_plan,
 )
 from tests.plugin.runs import make_plan
+from tests.skips import needs
 
 PAIR = [("comm", 7, (0, 1))]
 SCRIPT = random_script(5, 40)
 SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}[platform.machine()]
 FORBID = """
 import ctypes, os, struct, sys
+from tests.skips import needs
 steps = (0x20, 0, 0, 0), (0x15, 0, 1, int(sys.argv[1])), (6, 0, 0, 0x50001), (6, 0, 0, 0x7FFF0000)
 filter = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
 program = struct.pack("HxxxxxxQ", len(steps), ctypes.addressof(filter))
@@ -282,8 +284,8 @@ def spoil(folder, how):
     ],
 )
 def test_files_that_are_not_trusted_mean_default_nccl(tmp_path, plain, how):
-    if how.startswith("another") and os.geteuid() != 0:
-        pytest.skip("only root gives files to others")
+    if how.startswith("another"):
+        needs("root")
     plan = stand_in_plan(tmp_path / "plan", gpus=2)
     wanted = file_answer(plan, (0, 1))
     assert set(plain.run(plan, PAIR).values()) == {wanted}
@@ -317,8 +319,7 @@ def test_mutated_files_boards_and_cost_tables_break_nothing(folder, kind):
 
 
 def test_the_library_loads_where_glibc_is_old(tmp_path):
-    if shutil.which("objdump") is None:
-        pytest.skip("no objdump")
+    needs("objdump")
     library = build_plugin(tmp_path)
     table = subprocess.run(
         ["objdump", "-T", library], capture_output=True, text=True, check=True
