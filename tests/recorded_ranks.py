@@ -90,11 +90,3 @@ def counted_by(folder):
     for (ranks, _), size in all_to_alls.items():
         calls["all_to_all", "int8", size, ranks] = 1
     return calls
-
-
-def without_dtypes(calls):
-    """The calls as NCCL Inspector's files have them: sums are of bfloat16."""
-    return {
-        (name, "int8" if dtype == "int8" else "bfloat16", *rest): count
-        for (name, dtype, *rest), count in calls.items()
-    }

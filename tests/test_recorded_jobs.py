@@ -1,8 +1,7 @@
 """A job of eight ranks on virtual GPUs, recorded in several ways: each has what its ranks counted.
 
 tests/gpu/recorded_job.py ran with torch 2.11 and NCCL 2.28.9, once on one host with NCCL's log and
-PyTorch's profiler, once on two hosts, and twice with NCCL Inspector: with its log and all messages,
-and as Inspector is by default. Two ranks replayed a CUDA graph of four calls ten times.
+PyTorch's profiler, and once on two hosts. Two ranks replayed a CUDA graph of four calls ten times.
 Lines and events that no reader looks at were left out.
 """
 
@@ -16,7 +15,7 @@ from tccl_py.cli.main import app
 from tccl_py.errors import InputError
 from tccl_py.workloads.recording import GRAPHS
 from tccl_py.workloads.sources import open_workload
-from tests.recorded_ranks import calls_of, counted_by, without_dtypes
+from tests.recorded_ranks import calls_of, counted_by
 
 CASES = Path(__file__).parent / "cases" / "workloads"
 
@@ -46,31 +45,6 @@ def test_calls_bytes_and_groups_are_exactly_what_the_ranks_counted(job, names, s
     assert {row.collective for row in workload.rows} == {
         "all_gather", "all_reduce", "all_to_all", "reduce_scatter", "send", "send_recv",
     }  # fmt: skip
-
-
-def test_inspector_has_the_calls_that_the_ranks_counted_and_the_log_of_the_same_run(job):
-    logged, inspected = opened(job, "all/logs"), opened(job, "all/inspected")
-    assert calls_of(logged) == counted_by(job / "all" / "counts")
-    assert calls_of(inspected) == without_dtypes(calls_of(logged))
-    assert (inspected.ranks, inspected.steps) == (8, 15)
-    assumed, left_out = inspected.notices
-    assert "no datatypes" in assumed
-    # Warm-up calls, the all-reduce after the steps, and its barrier, on 8 ranks.
-    assert left_out == "40 calls of communicators with fewer calls than steps left out."
-
-
-def test_inspector_as_it_is_by_default_has_the_collectives_and_says_that_transfers_are_missing(job):
-    """Of a group it has the one send and the one receive whose kernel it could time."""
-    workload = opened(job, "usual/inspected")
-    calls, counted = calls_of(workload), without_dtypes(counted_by(job / "usual" / "counts"))
-    grouped = {
-        call: count for call, count in counted.items() if call[0] in ("all_to_all", "send_recv")
-    }
-    assert {call for call in counted if call not in calls} == set(grouped)
-    assert all(counted.get(call, count) == count for call, count in calls.items())
-    assert {call[:3] for call in calls if call not in counted} == {("send", "int8", 48 << 10)}
-    assert "By their numbers up to 944 calls are missing" in workload.notices[1]
-    assert "NCCL_INSPECTOR_REQUIRE_KERNEL_TIMING=0" in workload.notices[1]
 
 
 def test_the_page_on_jobs_shows_what_the_recording_says(job, tmp_path):
@@ -104,7 +78,7 @@ def test_a_log_and_traces_of_one_job_are_not_mixed(job):
 
 
 def test_cut_recordings_of_a_real_job_are_read_or_refused_in_one_sentence(job, tmp_path):
-    for kind in ("logs", "traces", "all/inspected"):
+    for kind in ("logs", "traces"):
         for path in sorted((job / kind).iterdir()):
             whole = path.read_bytes()
             (tmp_path / path.name).write_bytes(whole[: len(whole) // 2])

@@ -1,8 +1,7 @@
-"""Workloads from traces of PyTorch's profiler and from files of NCCL Inspector."""
+"""Workloads from traces of PyTorch's profiler."""
 
 import gzip
 import json
-import random
 
 import pytest
 from hypothesis import given
@@ -180,92 +179,16 @@ def test_events_nested_too_deep_are_refused(tmp_path):
         open_workload([str(path)])
 
 
-def inspected(rank, kind, *, comm="0xab", ranks=4, at=None, **perf):
-    header = {
-        "id": comm,
-        "comm_name": "unknown",
-        "rank": rank if at is None else at,
-        "n_ranks": ranks,
-        "nnodes": 1,
-    }
-    metadata = {"inspector_output_format_version": "v4.0", "hostname": "node", "pid": 100 + rank}
-    return json.dumps({"header": header, "metadata": metadata, f"{kind}_perf": perf}) + "\n"
-
-
-def collective(rank, name, size, number, **more):
-    return inspected(
-        rank,
-        "coll",
-        coll=name,
-        coll_sn=number,
-        coll_msg_size_bytes=size,
-        coll_exec_time_us=5,
-        **more,
-    )
-
-
-def transfer(rank, name, peer, size, number, **more):
-    sent = {"p2p": name, "p2p_sn": number, "p2p_peer": peer, "p2p_msg_size_bytes": size}
-    return inspected(rank, "p2p", **sent, **more)
-
-
-@pytest.mark.parametrize(("hidden", "size"), [(2, 36_000), (0, 27_000)])
-def test_files_of_nccl_inspector_are_read_by_communicator(tmp_path, hidden, size):
-    """Sends and receives stand in any order; a rank's block for itself has two numbers only."""
+def test_a_rank_with_fewer_calls_than_there_are_steps_is_no_part_of_them(tmp_path):
     for rank in range(4):
-        pair = {"comm": f"0x{rank // 2}", "ranks": 2, "at": rank % 2}
-        lines = [collective(rank, "AllReduce", 1 << 20, number) for number in range(8)]
-        for number in range(16):
-            lines.append(collective(rank, "AllGather", 10_000 << number % 2, number, **pair))
-        ends = [(name, (rank + by) % 4) for by in (1, 2, 3) for name in ("Send", "Recv")]
-        made = [
-            transfer(rank, *end, 9000, step * (6 + hidden) + hidden + at)
-            for step in range(8)
-            for at, end in enumerate(ends, 1)
-        ]
-        lines += random.sample(made, len(made))
-        (tmp_path / f"{rank}.log").write_text("".join(lines))
+        log, pair = RankLog(rank, 4), (rank // 2 * 2, rank // 2 * 2 + 1)
+        log.split("0x20", pair)
+        for size in [1 << 20] * 8 if rank < 2 else [1 << 20, 1 << 21]:
+            log.call("AllReduce" if rank < 2 else "AllGather", size, "0x20")
+        (tmp_path / f"{rank}.log").write_text("".join(log.lines))
     workload = open_workload([str(tmp_path)])
-    assert calls_of(workload) == {
-        ("all_reduce", "bfloat16", 1 << 20, (0, 1, 2, 3)): 1,
-        **{
-            ("all_gather", "int8", gathered, pair): 1
-            for pair in ((0, 1), (2, 3))
-            for gathered in (20_000, 40_000)
-        },
-        ("all_to_all", "int8", size, (0, 1, 2, 3)): 1,
-    }
-    assert workload.steps == 8
-    (notice,) = workload.notices
-    assert "bfloat16 is assumed" in notice
-
-
-def test_a_communicator_called_fewer_times_than_there_are_steps_is_no_part_of_them(tmp_path):
-    for rank in range(4):
-        lines = [collective(rank, "AllReduce", 1 << 20, number) for number in range(8)]
-        pair = {"comm": f"0x{rank // 2}", "ranks": 2, "at": rank % 2}
-        sizes = 1 << 20, 1 << 21
-        lines += [collective(rank, "AllGather", size, at, **pair) for at, size in enumerate(sizes)]
-        (tmp_path / f"{rank}.log").write_text("".join(lines))
-    workload = open_workload([str(tmp_path)])
-    assert calls_of(workload) == {("all_reduce", "bfloat16", 1 << 20, (0, 1, 2, 3)): 1}
-    assert "8 calls of communicators with fewer calls than steps left out." in workload.notices
-
-
-def test_calls_that_inspector_dropped_are_named(tmp_path):
-    lines = [collective(0, "AllReduce", 1 << 20, number, ranks=2) for number in (1, 2, 5)]
-    lines += [collective(1, "AllReduce", 1 << 20, number, ranks=2) for number in (1, 2, 5)]
-    (tmp_path / "a.log").write_text("".join(lines))
-    assert any("4 calls are missing" in text for text in open_workload([str(tmp_path)]).notices)
-
-
-@given(st.binary(max_size=60))
-def test_a_damaged_line_of_inspector_is_named(tmp_path_factory, line):
-    path = tmp_path_factory.mktemp("damaged") / "a.log"
-    good = collective(0, "AllReduce", 1 << 20, 1, ranks=2).encode()
-    path.write_bytes(good + b"{" + line + b"\n" + good)
-    with pytest.raises(InputError, match="line 2"):
-        open_workload([str(path)])
+    assert calls_of(workload) == {("all_reduce", "float32", 4 << 20, (0, 1)): 1}
+    assert "4 calls of ranks with fewer calls than steps left out." in workload.notices
 
 
 def test_files_of_two_kinds_are_not_one_job(tmp_path):

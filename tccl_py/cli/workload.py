@@ -46,7 +46,7 @@ def workload(
     """Show the collectives of a job's step: bytes, groups of ranks, calls.
 
     Files are of all ranks of one job: NCCL's logs (NCCL_DEBUG=INFO, NCCL_DEBUG_SUBSYS=INIT,COLL),
-    traces of PyTorch's profiler, or files of NCCL Inspector. Steps are told by repetition; what
+    or traces of PyTorch's profiler. Steps are told by repetition; what
     comes before and after is left out.
 
     Examples:

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from tccl_py.errors import InputError, counted, require
 from tccl_py.workloads.recording import (
-    TRANSFERRED,
     Event,
     Op,
     RecordedCommunicator,
@@ -137,28 +136,22 @@ def _calls_of_steps(
         ],
         np.uint32,
     )
-    parts = [
-        (number, part)
-        for number, own in calls.items()
-        for part in ([own] if recording.in_order else _by_communicator(events, own))
-        if len(part)
-    ]
-    windows: list[tuple[Ints, int]] = []
-    for _, own in parts:
+    windows: dict[int, tuple[Ints, int]] = {}
+    for number, own in calls.items():
         run = None
         if not recording.steps:
             run = steady_run(own) or steady_run(coarse[own], least_kinds=2)
-        windows.append(
+        windows[number] = (
             (own, recording.steps) if run is None else (own[run.start : run.stop], run.steps)
         )
-    steps = min((count for _, count in windows if count), default=0)
+    steps = min((count for _, count in windows.values() if count), default=0)
     result: dict[int, dict[Op, float]] = {number: {} for number in calls}
-    for (number, _), (window, count) in zip(parts, windows, strict=True):
+    for number, (window, count) in windows.items():
         if not count and len(window) < steps:
             calls_left_out = sum(bool(events[kind]) for kind in window)
-            recording.left_out["communicators with fewer calls than steps"] += calls_left_out
+            recording.left_out["ranks with fewer calls than steps"] += calls_left_out
             continue
-        # A part whose step is the half of others' has twice as many.
+        # A rank whose step is the half of others' has twice as many.
         times = max(1, round(count / steps)) if count else 1
         ops = result[number]
         kind, first, occurs = np.unique(window, return_index=True, return_counts=True)
@@ -166,17 +159,6 @@ def _calls_of_steps(
             for op in events[kind[at]]:
                 ops[op] = ops.get(op, 0) + int(occurs[at]) * times / (count or steps or 1)
     return steps, result
-
-
-def _by_communicator(events: Sequence[Event], calls: Ints) -> list[Ints]:
-    """Return a rank's calls of each communicator, sends and receives apart."""
-    keys: dict[tuple[int, bool], int] = {}
-    of = [
-        keys.setdefault((op.communicator, op.collective in TRANSFERRED), len(keys))
-        for op in (event[0] if event else Op(-1, "", "", 0, 0) for event in events)
-    ]
-    owner = np.array(of, np.uint32)[calls]
-    return [calls[owner == key] for key in range(len(keys))]
 
 
 Key = tuple[Any, ...]

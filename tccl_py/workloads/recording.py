@@ -36,8 +36,7 @@ MAX_EVENTS = 1_000_000
 """Events that differ, by sizes above all."""
 COPIED: WorkloadDtype = "int8"
 """The dtype of calls that add nothing up: NCCL sees bytes, and its logs and traces differ in it."""
-TRANSFERRED = frozenset({"all_to_all", "send_recv", "send", "recv"})
-_WITH_PEER = TRANSFERRED - {"all_to_all"}
+_WITH_PEER = frozenset({"send_recv", "send", "recv"})
 REDUCED = frozenset({"all_reduce", "reduce_scatter", "reduce"})
 GRAPHS = (
     "A call that a CUDA graph captured is in NCCL's log once, however often it was replayed: the "
@@ -109,8 +108,6 @@ class Recording:
         self.left_out: Counter[str] = Counter()
         self.steps = 0
         """Steps that the source marks; 0: they are found by repetition."""
-        self.in_order = True
-        """Whether calls of different communicators stand in the order in which they were made."""
         self._numbers: dict[Event, int] = {}
         self._sizes: list[int] = []
         self._calls = 0
@@ -202,9 +199,6 @@ class Transfers:
     all-to-all is told by its peers, which come in their order, each once a side (blocks without
     elements are left out), and an exchange by a send to the next rank beside a receive from the
     one before. Others are events of their own.
-
-    `hidden` says that a rank's block for itself comes next and is not in the source: an all-to-all
-    has it, as large as the others are on average. `lost` counts those that no all-to-all has.
     """
 
     def __init__(
@@ -216,8 +210,6 @@ class Transfers:
         self._single: Transfer | None = None
         self._key: object = None
         self._stream = 0
-        self.hidden = False
-        self.lost = 0
 
     def add(self, transfer: Transfer, key: object, stream: int) -> None:
         """Add the next; those with another `key` do not run together with the ones before."""
@@ -233,7 +225,7 @@ class Transfers:
             self._emit()
             self._made = rest
             self._ends = {(part.side, part.peer): at for at, part in enumerate(rest)}
-        if self._recording.in_order and self._made and transfer.peer < self._made[-1].peer:
+        if self._made and transfer.peer < self._made[-1].peer:
             self._emit()
         self._ends[end] = len(self._made)
         self._made.append(transfer._replace(at=len(self._rank.events)))
@@ -246,17 +238,13 @@ class Transfers:
 
     def _emit(self) -> None:
         made, self._made, self._ends = self._made, [], {}
-        hidden, self.hidden = self.hidden and bool(made), self.hidden and not made
         if not _is_all_to_all(self._on, self._place, made):
             for transfer in made:
                 if transfer.bytes and transfer.peer != self._place:
                     self._add_single(transfer)
-            self.lost += 2 * hidden
             return
         self._add_single(None)
         size = max(sum(part.bytes for part in made if part.side == side) for side in _SIDES)
-        if hidden:
-            size = size * self._on.size // (self._on.size - 1)
         event = call(self._on, "all_to_all", COPIED, size, self._stream)
         self._rank.events[made[0].at] = self._recording.number(event)
 

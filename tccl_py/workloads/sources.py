@@ -11,18 +11,17 @@ from tccl_py.errors import InputError, counted, require
 from tccl_py.files import reading
 from tccl_py.workloads.assembly import workload_of
 from tccl_py.workloads.bundled import BUNDLED, bundled
-from tccl_py.workloads.inspector import read_inspector
 from tccl_py.workloads.nccl_log import read_nccl_logs
 from tccl_py.workloads.torch_trace import GZIP, read_torch_traces
 from tccl_py.workloads.workload import Workload, read_workload
 
 MAX_FILES = 1 << 16
 _HEAD = 1 << 16
-_LOGS, _TRACES, _INSPECTOR = "NCCL's logs", "PyTorch's profiler", "NCCL Inspector"
+_LOGS, _TRACES = "NCCL's logs", "PyTorch's profiler"
 _WORKLOAD = "a workload"
 _OF_TRACES = (b'"traceEvents"', b'"schemaVersion"', b'"deviceProperties"', b'"distributedInfo"')
 """Keys with which a trace begins. Any other object is taken for a workload."""
-_READERS = {_LOGS: read_nccl_logs, _TRACES: read_torch_traces, _INSPECTOR: read_inspector}
+_READERS = {_LOGS: read_nccl_logs, _TRACES: read_torch_traces}
 
 
 def open_workload(names: Sequence[str], *, name: str = "", ranks: int = 8) -> Workload:
@@ -80,6 +79,4 @@ def _kind(path: Path) -> str:
         return _TRACES
     if not head.startswith(b"{"):
         return _LOGS
-    if b'"coll_perf"' in head or b'"p2p_perf"' in head:
-        return _INSPECTOR
     return _TRACES if any(key in head for key in _OF_TRACES) else _WORKLOAD

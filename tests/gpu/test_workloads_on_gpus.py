@@ -13,21 +13,19 @@ from tccl_py.workloads.recording import GRAPHS
 from tccl_py.workloads.workload import read_workload
 from tests.gpu.ranks import CHANNELS, REAL, REPOSITORY
 from tests.recorded_ranks import calls_of as calls_by_group
-from tests.recorded_ranks import counted_by, without_dtypes
+from tests.recorded_ranks import counted_by
 
 pytestmark = [pytest.mark.gpu(count=8), pytest.mark.timeout(300)]
 RANKS, TRACED = 8, 4
 FEW = {} if REAL else {"NCCL_MAX_NCHANNELS": "2", "NCCL_NVLS_ENABLE": "0"}
 """Blocks of all kernels at a time have to fit on the one real GPU."""
-INSPECTOR = os.environ.get("TCCL_TEST_INSPECTOR", "")
-"""NVIDIA's libnccl-profiler-inspector.so, built from plugins/profiler/inspector of NCCL 2.30."""
 
 
-def tccl(*words, **variables):
+def tccl(*words):
     done = subprocess.run(
         [sys.executable, "-m", "tccl_py", *map(str, words)],
         cwd=REPOSITORY,
-        env={**os.environ, **FEW, "OMP_NUM_THREADS": "1", **variables},
+        env={**os.environ, **FEW, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=240,
@@ -61,39 +59,19 @@ def test_a_recorded_job_has_exactly_the_calls_and_bytes_that_its_ranks_counted(r
 
 
 def test_the_profilers_traces_of_the_same_job_say_the_same(tmp_path):
-    workload = read_of(tmp_path, "traces", "traces")
-    assert calls_by_group(workload) == counted_by(tmp_path / "counts")
-    assert (workload.ranks, workload.steps) == (RANKS, TRACED)
-
-
-@pytest.mark.skipif(not INSPECTOR, reason="TCCL_TEST_INSPECTOR names no plugin of NCCL Inspector")
-def test_the_files_of_nccl_inspector_of_the_same_job_say_the_same(tmp_path):
-    variables = {
-        "NCCL_PROFILER_PLUGIN": INSPECTOR,
-        "NCCL_INSPECTOR_ENABLE": "1",
-        "NCCL_INSPECTOR_DUMP_THREAD_INTERVAL_MICROSECONDS": "500",
-        "NCCL_INSPECTOR_DUMP_DIR": str(tmp_path / "inspected"),
-        # Blocks of the all-to-all are smaller than what is logged by default.
-        "NCCL_INSPECTOR_DUMP_MIN_SIZE_BYTES": "0",
-        "NCCL_INSPECTOR_REQUIRE_KERNEL_TIMING": "0",
-    }
-    workload = read_of(tmp_path, "inspected", **variables)
-    assert calls_by_group(workload) == without_dtypes(counted_by(tmp_path / "counts"))
-
-
-def read_of(folder, files, *traces, **variables):
-    """The workload of what a job leaves in a folder of `folder`, next to its ranks' counts."""
-    for name in ("counts", files):
-        (folder / name).mkdir()
+    for name in ("counts", "traces"):
+        (tmp_path / name).mkdir()
     subprocess.run(
-        list(map(str, job(folder / "counts", *(folder / name for name in traces)))),
+        list(map(str, job(tmp_path / "counts", tmp_path / "traces"))),
         cwd=REPOSITORY,
-        env={**os.environ, **FEW, "OMP_NUM_THREADS": "1", **variables},
+        env={**os.environ, **FEW, "OMP_NUM_THREADS": "1"},
         check=True,
         timeout=240,
     )
-    tccl("workload", folder / files, "-o", folder / "job.json")
-    return read_workload(folder / "job.json")
+    tccl("workload", tmp_path / "traces", "-o", tmp_path / "job.json")
+    workload = read_workload(tmp_path / "job.json")
+    assert calls_by_group(workload) == counted_by(tmp_path / "counts")
+    assert (workload.ranks, workload.steps) == (RANKS, TRACED)
 
 
 def test_the_rows_of_a_recorded_job_give_right_values_in_all_groups(recorded):
