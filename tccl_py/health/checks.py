@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from itertools import product
 
 from tccl_py.health.host import Defect, HostState, Results, Unseen, defect, listed
 from tccl_py.model.machine import Fingerprint, Machine, PciLink
+from tccl_py.readers.sysfs import normal_bus_id
 
 _UNPRIVILEGED, _EXTENDED, _LENGTH = 0x40, 0x100, 4096
 _ACS = 0x000D
@@ -40,12 +43,11 @@ def acs_control(config: bytes) -> int | None:
     return None
 
 
-def check_acs(host: HostState) -> Results:
-    """Find bridges above GPUs that redirect peer traffic to the CPU."""
-    ports = dict.fromkeys(port for gpu in host.gpus for port in host.ports_above(gpu))
+def redirecting_ports(host: HostState) -> tuple[dict[str, int], dict[str, list[str]]]:
+    """Return the ACS bits of bridges that redirect GPUs' traffic, and by reason those not seen."""
+    redirecting: dict[str, int] = {}
     hidden: dict[str, list[str]] = {}
-    redirecting, bits = [], 0
-    for port in ports:
+    for port in dict.fromkeys(port for gpu in host.gpus for port in host.ports_above(gpu)):
         config = host.data(f"sys/bus/pci/devices/{port}/config", limit=_LENGTH)
         control = acs_control(config or b"")
         if control is None:
@@ -57,18 +59,26 @@ def check_acs(host: HostState) -> Results:
                     why = "this container or virtual machine shows root 64 bytes"
             hidden.setdefault(f"{why} of a bridge's configuration", []).append(port)
         elif control & sum(_REDIRECTS):
-            redirecting.append(port)
-            bits |= control
+            redirecting[port] = control
+    return redirecting, hidden
+
+
+def check_acs(host: HostState) -> Results:
+    """Find bridges above GPUs that redirect peer traffic to the CPU."""
+    redirecting, hidden = redirecting_ports(host)
     for why, of in hidden.items():
         yield Unseen(what=f"ACS of the bridges {listed(of)}", why=why)
     if redirecting and len(host.gpus) + len(host.rdma_nics()) > 1:
         hangs = translating(host) is not False
         stops = ", and any two of them through its IOMMU, which may hang them" if hangs else ""
+        present = [
+            name for bit, name in _REDIRECTS.items() if any(c & bit for c in redirecting.values())
+        ]
         yield defect(
             "redirecting",
-            f"bridges {listed(redirecting)}",
+            f"bridges {listed(list(redirecting))}",
             severity="hang" if hangs else None,
-            measured=", ".join(name for bit, name in _REDIRECTS.items() if bits & bit),
+            measured=", ".join(present),
             expected="no redirection",
             effect=stops,
             fix="; ".join(f"setpci -s {port} ECAP_ACS+0x6.w=0000" for port in redirecting)
@@ -154,7 +164,10 @@ def check_peers(host: HostState) -> Results:
     """Find pairs of GPUs without P2P, and RDMA NICs without GPUDirect."""
     if host.driver.unseen and len(host.gpus) > 1:
         yield Unseen(what="pairs of GPUs with P2P", why=host.driver.unseen)
-    yield from _driver_options(host)
+    yield from driver_options(host)
+    no_kaslr = "nokaslr" in host.text("proc/cmdline").split()
+    if len(host.gpus) > 1 and host.text(_NO_HMM) == "N" and not no_kaslr:
+        yield defect("hmm", f"/{_NO_HMM}", measured="N", expected="Y")
     without = [
         f"{fact.source}-{fact.target}"
         for fact in host.driver.peer_access
@@ -171,20 +184,63 @@ def check_peers(host: HostState) -> Results:
 _PARAMS = "proc/driver/nvidia/params"
 _NO_HMM = "sys/module/nvidia_uvm/parameters/uvm_disable_hmm"
 _REGISTRY = re.compile(r'^RegistryDwords: "(.*)"$', re.MULTILINE)
+_P2P = re.compile("p2p|staticbar1|peermappingoverride")
 
 
-def _driver_options(host: HostState) -> Iterator[Defect]:
-    """Find options of the driver's modules that decide on P2P, or on CUDA's start."""
+def driver_options(host: HostState) -> Iterator[Defect]:
+    """Find options of the driver's modules that decide on P2P."""
     if len(host.gpus) < 2:
         return
     match = _REGISTRY.search(host.text(_PARAMS))
     entries = [entry.strip() for entry in (match[1] if match else "").split(";")]
-    options = [entry for entry in entries if "p2p" in entry.partition("=")[0].lower()]
+    names = [entry.partition("=")[0].lower() for entry in entries]
+    options = [entry for entry, name in zip(entries, names, strict=True) if _P2P.search(name)]
     if options:
         name = "p2p-disabled" if any(map(_disables_p2p, options)) else "p2p-options"
         yield defect(name, f"/{_PARAMS}", measured="; ".join(options)[:200])
-    if host.text(_NO_HMM) == "N" and "nokaslr" not in host.text("proc/cmdline").split():
-        yield defect("hmm", f"/{_NO_HMM}", measured="N", expected="Y")
+
+
+_AER = ("correctable", "nonfatal", "fatal")
+_LOGGED = re.compile(
+    r"NVRM: (?P<xid>Xid) \(PCI:(?P<gpu>[0-9a-fA-F:.]{7,16})\): (?P<code>[0-9]{1,3})\b"
+    r"|(?P<fault>AMD-Vi|DMAR)\b.{1,80}?(?:device[= ]|\[)(?P<device>[0-9a-f:]{5,13}\.[0-7])\b",
+    re.ASCII,
+)
+_FEW = 100
+_XIDS = (48, 61, 62, 64, 74, 79, 95, 119, 120)
+"""The GPU, its memory, its NVLinks or its place on the bus failed, and no program's fault."""
+
+
+def device_errors(host: HostState) -> dict[str, str]:
+    """Return what counters of AER and the kernel's log say of GPUs and the bridges above them."""
+    ports = dict.fromkeys(port for gpu in host.gpus for port in (*host.ports_above(gpu), gpu))
+    errors: dict[str, Counter[str]] = {port: Counter() for port in ports}
+    for port, kind in product(ports, _AER):
+        text = host.pci(port, f"aer_dev_{kind}")
+        total = re.search(r"^TOTAL_ERR_\w+ ([0-9]{1,18})$", text, re.ASCII | re.MULTILINE)
+        errors[port][f"{kind} errors of PCIe since boot"] = int(total[1]) if total else 0
+    for match in _LOGGED.finditer(host.kernel_log()):
+        # Domain 0 goes without saying; a line on a Xid has no function.
+        text = match["gpu"] or match["device"]
+        text = f"{text}.0" if match["xid"] and "." not in text else text
+        bus_id = normal_bus_id(text if text.count(":") > 1 else f"0:{text}") or ""
+        if bus_id in errors and match["fault"]:
+            errors[bus_id][f"faults of the IOMMU ({match['fault']})"] += 1
+        elif bus_id in errors and int(match["code"]) in _XIDS:
+            errors[bus_id][f"Xid {match['code']}"] += 1
+    # Correctable errors are repeated by the link itself, a few are no fault.
+    return {
+        port: listed([f"{name}: {count}" for name, count in counts.items() if count])
+        for port, counts in errors.items()
+        if any(count > (_FEW if "correctable" in name else 0) for name, count in counts.items())
+    }
+
+
+def check_errors(host: HostState) -> Results:
+    """Find GPUs and bridges whose errors the kernel has counted or logged."""
+    for device, text in device_errors(host).items():
+        where = host.gpu_name(device) if device in host.gpus else f"the bridge {device}"
+        yield defect("errors", where, measured=text)
 
 
 def _disables_p2p(option: str) -> bool:
@@ -376,6 +432,7 @@ HOST_CHECKS: Mapping[str, Callable[[HostState], Results]] = {
     "iommu": check_iommu,
     "links": check_links,
     "peers": check_peers,
+    "errors": check_errors,
     "gpus": check_gpus,
     "numa": check_numa,
     "shared memory": check_shared_memory,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -71,7 +72,14 @@ def this_host() -> HostState:
         nccl=tuple(installed_nccls()),
         own_rings=asked_here(gpus) if len(gpus) > 1 else "",
         by_root=os.geteuid() == 0,
+        log=_kernel_log(),
     )
+
+
+def _kernel_log() -> bytes:
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(["dmesg"], capture_output=True, timeout=5, check=True).stdout
+    return b""
 
 
 # Checks of NCCL: variables in force, lines of nccl.conf that NCCL misreads, version and rings.

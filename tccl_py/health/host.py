@@ -27,6 +27,8 @@ _NVIDIA = "0x10de"
 _BUS_ID = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", re.ASCII)
 _DRIVER = re.compile(r"Kernel Module\b.*?\s([0-9]{3,4}(?:\.[0-9]{1,4}){1,2})\b")
 _SHOWN, _SHOWN_CHARACTERS = 6, 60
+_LOGS = ("var/log/dmesg", "var/log/kern.log", "var/log/messages")
+_LOG_BYTES = 1 << 20
 ENVIRONMENT = "the environment"
 """Where a variable stands that is in no file."""
 
@@ -138,7 +140,7 @@ class HostState(HostFiles):
     `environment` is the user's, `driver` the facts from NVML, `shm_free` the free bytes of
     /dev/shm, `nccl` the installed versions, torch's first, each None if not asked. `own_rings` are
     default NCCL's over all GPUs, or why it was not asked; "" for fewer than two GPUs. Root looks at
-    it, if `by_root`.
+    it, if `by_root`. `log` is the running kernel's, as far as it may be read.
     """
 
     home: str = "/root"
@@ -148,6 +150,7 @@ class HostState(HostFiles):
     nccl: tuple[InstalledNccl, ...] | None = None
     own_rings: NcclAnswer | str = ""
     by_root: bool = False
+    log: bytes = b""
 
     def pci(self, bus_id: str, name: str) -> str:
         """Return an attribute of a PCI device."""
@@ -186,6 +189,12 @@ class HostState(HostFiles):
         """Return the NVIDIA kernel module's version, or ""."""
         match = _DRIVER.search(self.text("proc/driver/nvidia/version"))
         return match[1] if match else ""
+
+    def kernel_log(self) -> str:
+        """Return the end of the kernel's log: of the running kernel, else of a file."""
+        path = next(filter(self.has, _LOGS), "")
+        data = self.log or (path and self.data(path, limit=1 << 26)) or b""
+        return data[-_LOG_BYTES:].decode("utf-8", "replace")
 
     @property
     def virtual(self) -> bool:
