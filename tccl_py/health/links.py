@@ -249,14 +249,15 @@ def _parts(machine: Machine, pairs: set[Pair]) -> Iterator[tuple[str, set[Pair]]
     names = {bridge.id: f"the PCI switch {bridge.id}" for bridge in machine.bridges}
     names |= {node.id: f"NUMA node {node.numa_id}" for node in machine.numa_nodes}
     below = {part: {gpu for gpu in above if part in above[gpu]} for part in names}
-    for part, name in names.items():
-        through = "" if part in machine.links else "all pairs through the CPU of "
-        yield through + name, {pair for pair in pci if part in ways[pair]}
+    for bridge in machine.bridges:
+        yield names[bridge.id], {pair for pair in pci if bridge.id in ways[pair]}
     for one, other in combinations(names, 2):
         between = {p for p in pci if below[one] & {*p} and below[other] & {*p}}
         if not below[one] & below[other]:
             yield f"all pairs between {names[one]} and {names[other]}", between
     for part, name in names.items():
+        if part[0] == "C":
+            yield f"all pairs through the CPU of {name}", {p for p in pci if part in ways[p]}
         out = {pair for pair in pci if len(below[part] & {*pair}) == 1}
         yield f"the link from {name} to the CPUs", out
     nodes = {node.id for node in machine.numa_nodes}
