@@ -42,22 +42,26 @@ class ConfLine(msgspec.Struct, frozen=True, kw_only=True):
     installed: bool = False
 
 
-def user_file(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the path of the user's file, which may not exist."""
+def user_file(environment: Mapping[str, str] = os.environ, *, planned: str = "") -> Path:
+    """Return the path of the user's file, which may not exist; `planned` as of `home`."""
     named = environment.get(CONF_VARIABLE, "")
-    return Path(named) if named else home() / ".nccl.conf"
+    return Path(named) if named else home(planned) / ".nccl.conf"
 
 
-def home() -> Path:
-    """Return the user's home directory as the installed NCCL finds it: from 2.30 on by HOME."""
+def home(planned: str = "") -> Path:
+    """Return the user's home directory as NCCL finds it: from 2.30 on by HOME.
+
+    Where no NCCL is installed, jobs have that of a plan: `planned` is its version.
+    """
     of_passwd, named = passwd_home(), Path(os.environ.get("HOME") or "/")
-    return named if named != of_passwd and _reads_home() else of_passwd
+    return named if named != of_passwd and _reads_home(planned) else of_passwd
 
 
 @cache
-def _reads_home() -> bool:
+def _reads_home(planned: str) -> bool:
     installed = installed_nccl()
-    return installed is not None and tuple(map(int, installed.minor.split("."))) >= _READS_HOME
+    version = planned if installed is None else installed.version
+    return bool(version) and tuple(map(int, version.split(".")[:2])) >= _READS_HOME
 
 
 def passwd_home() -> Path:
@@ -98,11 +102,15 @@ def why_no_default() -> str:
 
 
 def settings_of_files(
-    environment: Mapping[str, str] = os.environ, *, files: Sequence[Path] | None = None
+    environment: Mapping[str, str] = os.environ,
+    *,
+    files: Sequence[Path] | None = None,
+    planned: str = "",
 ) -> dict[str, ConfLine]:
     """Return the variables that NCCL's readable files set in this environment, by name."""
     settings: dict[str, ConfLine] = {}
-    for path in files if files is not None else (user_file(environment), HOST_FILE):
+    files = (user_file(environment, planned=planned), HOST_FILE) if files is None else files
+    for path in files:
         try:
             data = read_bytes(path, limit=MAX_CONF_BYTES)
         except InputError:

@@ -40,6 +40,7 @@ COMMANDS = ("discover", "machines", "measure", "validate")
 SET = "G0->G0->G1"
 ON = ("--simulate", "h200x4-vm")
 OF = ("--machine", "h200x4-vm")
+NEITHER = "is neither bundled nor a file"
 
 
 def tccl(*arguments):
@@ -119,7 +120,21 @@ BAD = {
     ),
     "unknown machine": (
         ("measure", SET, "--simulate", "h200"),
-        "machine 'h200': is neither bundled",
+        f"machine 'h200': {NEITHER}; did you mean h200x4-vm?",
+    ),
+    "misspelled machine": (("advise", "asus-esc800"), f"machine 'asus-esc800': {NEITHER}; did"),
+    "machine of another name": (("advise", "dgx"), f"machine 'dgx': {NEITHER}; there are amd-3090"),
+    "bundled machine as directory": (
+        ("plan", "amd-v100"),
+        "DIR amd-v100: is a bundled machine; write `tccl plan my-plan --simulate amd-v100`",
+    ),
+    "program's options": (
+        ("run", "box", "python", "-c", "pass"),
+        "No such option: -c; put -- before the program if it is the program's; see",
+    ),
+    "hosts in no file": (
+        ("plan", "box", *ON, "--hosts", "nosuch"),
+        "--hosts nosuch: is no file, and the name of one host; name a file",
     ),
     "no whole number": (
         ("measure", SET, *ON, "--seed", "two"),

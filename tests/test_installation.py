@@ -437,7 +437,12 @@ def test_settings_that_say_something_else_are_named():
 @pytest.fixture
 def measured(tmp_path):
     """A directory with a plan as if it had been measured on this host."""
-    plan = msgspec.structs.replace(plan_of(SMALL), simulated=False, assumed=False)
+    return measured_plan(tmp_path)
+
+
+def measured_plan(tmp_path, **changes):
+    plan = plan_of(SMALL, **changes)
+    plan = msgspec.structs.replace(plan, simulated=False, assumed=False)
     directory = tmp_path / "plan"
     directory.mkdir()
     uuids = tuple(f"GPU-{number}" for number in range(4))
@@ -572,19 +577,27 @@ def test_a_verified_plan_is_installed_and_taken_out(measured, tmp_path):
     assert said.startswith("tccl: nothing is installed") and f"{conf}" in said
 
 
-@pytest.mark.parametrize("version", ["2.29.7", "2.30.3"])
+@pytest.mark.parametrize(
+    ("version", "planned", "read"),
+    [
+        ("2.29.7", "2.30", "home"),
+        ("2.30.3", "2.29", "one"),
+        (None, "2.29", "home"),
+        (None, "2.30", "one"),
+    ],
+)
 def test_record_and_file_stay_together_whatever_home_and_state_directory_are(
-    measured, tmp_path, monkeypatch, version
+    tmp_path, monkeypatch, version, planned, read
 ):
     monkeypatch.delenv("NCCL_CONF_FILE")
-    homes = {"2.29.7": "home", "2.30.3": "one"}
-    nccl = InstalledNccl(version=version, source="here")
+    measured = measured_plan(tmp_path, version=planned)
+    nccl = version and InstalledNccl(version=version, source="here")
     monkeypatch.setattr("tccl_py.nccl_conf.installed_nccl", lambda: nccl)
     (tmp_path / "one").mkdir()
     for name in ("HOME", "XDG_STATE_HOME"):
         monkeypatch.setenv("HOME", str(tmp_path / "one"))
         monkeypatch.setenv(name, str(tmp_path / "one"))
-        conf = tmp_path / homes[version] / ".nccl.conf"
+        conf = tmp_path / read / ".nccl.conf"
         assert f"made {conf}\n" in tccl("install", measured, "--force").stderr
         monkeypatch.setenv(name, str(tmp_path / "two"))
         assert tccl("uninstall").stderr == f"tccl: removed {conf}, which was new\n"

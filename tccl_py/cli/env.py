@@ -201,7 +201,8 @@ def _conflicts(delivery: Delivery, environment: Mapping[str, str]) -> str:
     """Return what contradicts a job's part of a plan in its environment and in NCCL's files."""
     # Hosts may have other files, and all their ranks need the same variables.
     given = {**delivery.variables, **environment}
-    lines = settings_of_files(given) if "gpus" in delivery.job else {}
+    planned = delivery.settings.version
+    lines = settings_of_files(given, planned=planned) if "gpus" in delivery.job else {}
     own = {**{name: line.value for name, line in lines.items()}, **environment}
     names = list(env_conflicts(delivery.settings, own))
     if own.get(GRAPH_VARIABLE) and own[GRAPH_VARIABLE] != delivery.variables.get(GRAPH_VARIABLE):

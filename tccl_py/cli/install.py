@@ -50,8 +50,7 @@ def install(
     from tccl_py.installation.install import install as put  # noqa: PLC0415
     from tccl_py.report.tables import communication_line  # noqa: PLC0415
 
-    path = conf or user_file()
-    if str(path) == "-":
+    if str(conf) == "-":
         raise InputError("--conf -", "names no file", "`tccl export DIR -o OUT` writes nccl.conf")
     request = JobRequest(plugin=plugin, equal_hosts=equal_hosts, force=force)
     if workload is not None:
@@ -59,6 +58,8 @@ def install(
         request = replace(request, choice=found.chosen)
         notice(f"for {found.name} alone, other jobs may lose: {communication_line(found)}")
     _, delivery = accept(directory, request, newer_nccl=newer_nccl, say=notice)
+    own = user_file(planned=delivery.settings.version)
+    path = conf or own
     change = put(delivery, path, dry_run=dry_run)
     verb = "make" if change.before is None else "change"
     past = "made" if change.before is None else "changed"
@@ -67,7 +68,7 @@ def install(
     if not dry_run:
         loaded = PLUGIN_VARIABLE in delivery.variables
         jobs = "all NCCL jobs"
-        if real_path(path) == real_path(user_file()):
+        if real_path(path) == real_path(own):
             jobs += " of yours"
         elif real_path(path) != real_path(HOST_FILE):
             jobs += f" with {CONF_VARIABLE}={path.absolute()}"

@@ -157,6 +157,9 @@ class _Command(_HelpOption, TyperCommand):
         except _UsageError as error:
             # typer does not name the command in all of them.
             error.ctx = ctx
+            programs = any(param.metavar == "COMMAND" for param in self.params)
+            if programs and "--" not in args and getattr(error, "option_name", None):
+                error.message += "; put -- before the program if it is the program's"
             raise _plain(error, values) from error
         for param in self.params:
             metavar, given = getattr(param, "metavar", None) or "", values.get(param.name)

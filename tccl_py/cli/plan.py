@@ -48,6 +48,7 @@ from tccl_py.planning.opening import (
 from tccl_py.planning.request import DEFAULT_BUDGET, PlanRequest, pinned_here
 from tccl_py.search.problem import Budget
 from tccl_py.search.strategies import STRATEGIES
+from tccl_py.simulator.descriptions import bundled_names
 from tccl_py.sources.bench import Bench
 
 if TYPE_CHECKING:
@@ -127,6 +128,9 @@ def plan(
         what = "is given twice" if directories else "is missing"
         raise InputError("DIR", what, "name one, as in `tccl plan my-plan`")
     (output,) = directories
+    if simulate is None and str(output) in bundled_names() and not output.exists():
+        right = f"write `tccl plan my-plan --simulate {output}`"
+        raise InputError(f"DIR {output}", "is a bundled machine", right)
     request = PlanRequest(
         simulate=simulate,
         p2p=p2p_argument(p2p),

@@ -50,7 +50,7 @@ from tccl_py.installation.blocks import (
 )
 from tccl_py.installation.trial import try_plugin
 from tccl_py.nccl.settings import GRAPH_VARIABLE, env_conflicts
-from tccl_py.nccl.versions import why_no_plugin
+from tccl_py.nccl.versions import ASSUMED, why_no_plugin
 from tccl_py.nccl_conf import conf_lines, passwd_home, user_file
 from tccl_py.plan.directory import conf_text
 from tccl_py.plan.plan import Plan
@@ -155,8 +155,10 @@ def uninstall(paths: Sequence[Path] = (), *, dry_run: bool = False) -> tuple[Cha
 
 def _removal(paths: Sequence[Path], recorded: Sequence[str]) -> tuple[Change, ...]:
     changes = []
-    # The record of another XDG_STATE_HOME may have the user's file.
-    default = [path for path in [user_file()] if has_block(path)]
+    # The record of another XDG_STATE_HOME may have the user's file, which is by the plan's version
+    # where no NCCL is installed.
+    files = (user_file(), user_file(planned=ASSUMED))
+    default = [path for path in files if has_block(path)]
     for path in dict.fromkeys(map(real_path, paths or [*map(Path, recorded), *default])):
         before = read_own(path) if path.exists() else None
         after = None if before is None else without_block(before, where=str(path))
@@ -168,7 +170,8 @@ def _change(delivery: Delivery, path: Path) -> Change:
     place, where = real_path(path), str(path)
     before = read_own(place)
     check_trusted(place.parent)
-    shared = place != real_path(user_file()) and not why_closed(place.parent)
+    own = user_file(planned=delivery.settings.version)
+    shared = place != real_path(own) and not why_closed(place.parent)
     for name in delivery.variables.values() if shared else ():
         # Those who cannot read what it names would have its variables alone: another choice.
         if name.startswith("/") and (why := why_closed(Path(name))):

@@ -239,6 +239,9 @@ def _cluster(
 def _listed(nodes: int | None, text: str | None, known: KnownPlan | None) -> tuple[HostSlots, ...]:
     if text is not None:
         hosts = listed_hosts(text, where="`hosts`")
+        named = known is not None or nodes == 1 or [host.name for host in hosts] != [text]
+        right = "name a file of hosts, or hosts, as in node[1-8]"
+        require(named, f"`hosts` {text[:40]}", "is no file, and the name of one host", right)
         if nodes not in (None, len(hosts)):
             fault = f"is {nodes}, but `hosts` has {len(hosts)} hosts"
             raise InputError("`nodes`", fault, "give one of the two, or equal numbers")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
 
@@ -248,8 +249,8 @@ def load_machine(name: str | Path, *, p2p: bool | None = None) -> MachineModel:
     >>> model.machine.gpu_indices
     (0, 1, 2, 3)
 
-    Raises InputError: an unknown name (the message names all models), no such file, a file of
-    another form, or `p2p` of a machine where it is known.
+    Raises InputError: an unknown name (the message names similar models, or all), no such file, one
+    of another form, or `p2p` of a machine where it is known.
     """
     check_type(name, "name", str, Path)
     model = _loaded(name)
@@ -271,8 +272,11 @@ def _loaded(name: str | Path) -> MachineModel:
     names = ", ".join(bundled_names())
     if path.suffix or "/" in name or os.path.islink(path):  # noqa: PTH114 (no error: name too long)
         raise InputError(name, missing(path), f"name a file or one of {names}")
-    where = f"machine {name[:60]!r}"
-    raise InputError(where, "is neither bundled nor a file", f"there are {names}")
+    where, part = f"machine {name[:60]!r}", name.lower()
+    near = [model for model in bundled_names() if part and part in model]
+    near = near or get_close_matches(part, bundled_names())
+    right = f"did you mean {' or '.join(near)}?" if near else f"there are {names}"
+    raise InputError(where, "is neither bundled nor a file", right)
 
 
 def read_description(path: Path) -> Description:
