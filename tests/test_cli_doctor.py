@@ -80,8 +80,10 @@ def test_this_host_is_looked_at_without_a_driver(monkeypatch):
 
     monkeypatch.setattr(command, "driver_facts", none)
     result = tccl("doctor", "--json")
-    assert result.exit_code in (0, 1)
-    assert "NVIDIA driver answers (why" in command.this_host().driver.unseen
+    assert result.exit_code == 1
+    (finding,) = (one for one in json.loads(result.stdout)["findings"] if one["check"] == "driver")
+    assert (finding["severity"], finding["what"]) == ("hang", "no NVIDIA driver answers (why)")
+    assert "nothing that hangs" not in tccl("doctor").stdout
 
 
 def watching(gpus, own_pids):

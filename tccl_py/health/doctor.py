@@ -58,12 +58,14 @@ def this_host() -> HostState:
     free = None
     with suppress(OSError):
         free = shutil.disk_usage("/dev/shm").free
+    driver = DriverState()
     try:
         facts = driver_facts()
-        conditions = tuple(conditions_of([gpu.index for gpu in facts.gpus]))
-        driver = DriverState(gpus=facts.gpus, peer_access=facts.peer_access, conditions=conditions)
+        driver = DriverState(gpus=facts.gpus, peer_access=facts.peer_access)
+        driver = replace(driver, conditions=tuple(conditions_of([gpu.index for gpu in facts.gpus])))
     except (InputError, MeasurementError) as error:
-        driver = DriverState(unseen=error.what if isinstance(error, InputError) else str(error))
+        unseen = error.what if isinstance(error, InputError) else str(error)
+        driver = replace(driver, unseen=unseen)
     gpus = [gpu.index for gpu in driver.gpus]
     return replace(
         files_of_this_host(),
@@ -191,6 +193,12 @@ def _misread(line: ConfLine) -> Results:
     yield defect("misread", line.where, what=fault, fix=fix)
 
 
+def check_driver(host: HostState) -> Results:
+    """Report that no driver answers on this host; a copy of one has none to ask."""
+    if host.driver.unseen and not host.driver.gpus and host.root == HostState.root:
+        yield defect("no-driver", "this host", what=host.driver.unseen)
+
+
 def check_nccl(host: HostState) -> Results:
     """Report the versions of NCCL that programs load here, torch's first."""
     if host.nccl == ():
@@ -226,6 +234,7 @@ def check_own_rings(host: HostState) -> Results:
 
 
 _NCCL_CHECKS: Mapping[str, Callable[[HostState], Results]] = {
+    "driver": check_driver,
     "network": check_network,
     "settings": check_settings,
     "nccl": check_nccl,
