@@ -1,7 +1,7 @@
-"""Random mixtures of ranks: with the plugin or not, with other indices, on one host or two.
+"""Random mixtures of ranks: with the plugin or not, with other indices, releases, GPUs and hosts.
 
 As a program, plays mixtures with stand-ins for NCCL, a process for each rank, and prints what ranks
-of one communicator are given unlike, a line each:
+of one communicator are given unlike, or other than they should be, a line each:
 
     python -m tests.plugin.mixtures SPEC.json
 """
@@ -17,7 +17,7 @@ import msgspec
 
 from tccl_py.nccl.plugin.index import plugin_environment
 from tccl_py.nccl.settings import Settings
-from tests.plugin.runs import make_plan
+from tests.plugin.runs import make_plan, random_tables
 
 RANKS = 8
 VARIABLES = ("NCCL_P2P_LEVEL", "NCCL_BUFFSIZE", "NCCL_MIN_NCHANNELS", "NCCL_ALGO")
@@ -25,22 +25,35 @@ HASH_AT = (1 << 20) + 3192
 
 
 class RankKind(msgspec.Struct, frozen=True):
-    """What is special about a rank: `index` names a plan, or is "" without the plugin."""
+    """What is special about a rank: `index` names a plan, or is "" without the plugin.
+
+    `gpu` is another one than its own, `patch` of another release. A `plain` rank has no plan, and
+    one that is `untuned` no tuner of ours.
+    """
 
     index: str = "whole"
     env: dict[str, str] = {}
-    readable: bool = True
+    plain: bool = False
+    untuned: bool = False
+    gpu: int | None = None
+    patch: int | None = None
 
 
+HIDES_RANKS = "STAND_IN_HIDES_RANKS"
 KINDS = (
-    *[RankKind()] * 12,
     RankKind(index=""),
-    RankKind(env={"TCCL_DISABLE": "1"}),
+    RankKind(env={"TCCL_DISABLE": "1"}, plain=True),
     RankKind(index="other"),
     RankKind(index="part"),
     RankKind(index="missing"),
-    RankKind(env={"NCCL_CROSS_NIC": "1"}),
-    RankKind(readable=False),
+    RankKind(env={"NCCL_CROSS_NIC": "1"}, plain=True),
+    RankKind(env={"NCCL_COMM_ID": "host:1"}, plain=True),
+    RankKind(env={HIDES_RANKS: "1"}, plain=True),
+    RankKind(env={"NCCL_TUNER_PLUGIN": "none"}, untuned=True),
+    RankKind(env={"NCCL_CTA_POLICY": "0"}, untuned=True),
+    RankKind(gpu=0),
+    RankKind(gpu=RANKS + 1, plain=True),
+    RankKind(patch=8),
 )
 
 
@@ -55,8 +68,10 @@ class Mixture(msgspec.Struct, frozen=True):
 
     def env(self, rank):
         """Return the variables of a rank, without those that load the plugin."""
-        host = {"NCCL_HOSTID": f"host{rank * self.hosts // len(self.ranks)}"}
-        return self.launcher | host | self.ranks[rank].env
+        return self.launcher | {"NCCL_HOSTID": self.host(rank)} | self.ranks[rank].env
+
+    def host(self, rank):
+        return f"host{rank * self.hosts // len(self.ranks)}"
 
 
 def settings_of(version):
@@ -67,7 +82,7 @@ def settings_of(version):
 def draw(seed, version="2.28.9"):
     """Return a random mixture: a few special ranks, and at times a launcher without variables."""
     source = random.Random(seed)
-    ranks = [RankKind()] * RANKS
+    ranks = [RankKind(index="part" if source.random() < 0.15 else "whole")] * RANKS
     for rank in source.sample(range(RANKS), source.choice((0, 1, 1, 2, 4))):
         ranks[rank] = source.choice(KINDS)
     needed, _ = plugin_environment(settings_of(version))
@@ -86,30 +101,42 @@ def draw(seed, version="2.28.9"):
 
 
 def indices(folder, version, buses):
-    """Make the plans of mixtures: of all GPUs, the same with other rings, and of the first four.
-
-    Return their indices by name, also of one that is missing.
-    """
+    """Make the plans of mixtures: of all GPUs, the same with other rings, and of the first four."""
     needed, given = plugin_environment(settings_of(version))
     fields = {"needed": needed, "given": given, "forbid": ("NCCL_CROSS_NIC",)}
     four = {gpu: buses[gpu] for gpu in range(4)}
-    plans = {
-        "whole": make_plan(folder / "whole", buses=buses, sizes=(2, 4, 8), **fields),
+    tables = [one for one in random_tables(1, RANKS) if len(one.gpus) in (2, 8)]
+    made = {
+        "whole": make_plan(folder / "whole", buses=buses, sizes=(2, 4, 8), tables=tables, **fields),
         "other": make_plan(folder / "other", buses=buses, sizes=(2, 8), missing=[(0, 1)], **fields),
         "part": make_plan(folder / "part", buses=four, sizes=(2, 4), **fields),
     }
-    found = {name: str(plan.index) for name, plan in plans.items()}
-    return found | {"missing": "/nowhere/plugin.index"}
+    return {
+        name: Index(
+            path=str(plan.index),
+            files={str(gpus): str(plan.folder / plan.file(gpus)) for gpus in plan.orders},
+            tuned=[str(one.gpus) for one in tables if name == "whole"],
+        )
+        for name, plan in made.items()
+    } | {"missing": Index(path="/nowhere/plugin.index")}
 
 
 # The program.
+
+
+class Index(msgspec.Struct):
+    """What a plan has: graph files of sets, and sets with a table."""
+
+    path: str
+    files: dict[str, str] = {}
+    tuned: list[str] = []
 
 
 class Spec(msgspec.Struct):
     """Mixtures to play: indices by name, the plugin, and libcuda and libnvidia-ml as made up."""
 
     mixtures: list[Mixture]
-    indices: dict[str, str]
+    indices: dict[str, Index]
     plugin: str
     libraries: list[str]
     record: str
@@ -122,6 +149,7 @@ class Given(msgspec.Struct):
 
     graph: str
     variables: dict[str, str | None]
+    tuned: bool = False
 
 
 _POINTER = ctypes.c_void_p
@@ -143,6 +171,18 @@ class _Network(ctypes.Structure):
     )
 
 
+class _Tuner(ctypes.Structure):
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        (
+            "init",
+            ctypes.CFUNCTYPE(
+                ctypes.c_int, _POINTER, ctypes.c_uint64, *[ctypes.c_size_t] * 2, *[_POINTER] * 3
+            ),
+        ),
+    )
+
+
 class StandIn:
     """NCCL on one rank: asks in the recorded order, and reads variables once per process."""
 
@@ -153,13 +193,16 @@ class StandIn:
         os.environ.update(mixture.env(rank))
         self._get, self._network = os.environ.get, None
         if self._kind.index:
-            os.environ["TCCL_INDEX"] = spec.indices[self._kind.index]
+            os.environ["TCCL_INDEX"] = spec.indices[self._kind.index].path
             for library in spec.libraries:
-                ctypes.CDLL(library, ctypes.RTLD_GLOBAL).fake_use(rank)
+                gpu = rank if self._kind.gpu is None else self._kind.gpu
+                ctypes.CDLL(library, ctypes.RTLD_GLOBAL).fake_use(gpu)
             plugin = ctypes.CDLL(spec.plugin)
             environment = Environment.in_dll(plugin, "ncclEnvPlugin_v2")
-            environment.init(*map(int, spec.version.split(".")), None, None)
+            *release, patch = map(int, spec.version.split("."))
+            environment.init(*release, self._kind.patch or patch, None, None)
             self._network = _Network.in_dll(plugin, "ncclNetPlugin_v12")
+            self._tuner = _Tuner.in_dll(plugin, "ncclTunerPlugin_v5")
             self._get = lambda name: (environment.get(name.encode()) or b"").decode() or None
         sections, section = {}, None
         for line in Path(spec.record).read_text().splitlines():
@@ -178,10 +221,10 @@ class StandIn:
     def make(self, number, place, count, barrier):
         """Make a communicator of `count` ranks; return what this rank is given."""
         memory = ctypes.create_string_buffer(HASH_AT + 64)
-        if self._kind.readable:
+        if HIDES_RANKS not in self._kind.env:
             head = number.to_bytes(8, "little") + place.to_bytes(4, "little")
             memory[HASH_AT : HASH_AT + 16] = head + count.to_bytes(4, "little")
-        graph, waited = "", False
+        graph, waited, tuned = "", False, False
         for name in self._first or self._order:
             if name == "net":
                 if self._network is not None:
@@ -190,11 +233,24 @@ class StandIn:
             if not waited and name in ("NCCL_P2P_DISABLE", "NCCL_TOPO_DUMP_FILE"):
                 barrier.wait(60)
                 waited = True
+            if name == "NCCL_PROTO" and self._network is not None:
+                tuned = self._has_table(number, count)
             self._values[name] = self._get(name)
             if name == "NCCL_GRAPH_FILE" and self._values[name]:
                 graph = Path(self._values[name]).read_text()
         self._first = None
-        return Given(graph=graph, variables={name: self._values[name] for name in VARIABLES})
+        variables = {name: self._values[name] for name in VARIABLES}
+        return Given(graph=graph, variables=variables, tuned=tuned)
+
+    def _has_table(self, number, ranks):
+        """Initialise the tuner, also as for other communicators, which have no table."""
+        found = []
+        for case in ((number, ranks, 2), (number + 1, ranks, 1), (number, ranks, 1)):
+            context = ctypes.c_void_p()
+            self._tuner.init(ctypes.addressof(context), *case, None, None, None)
+            found.append(context.value is not None)
+        assert found[:2] == [False, False]
+        return found[2]
 
 
 def _play(spec, mixture, rank, barriers, answers):
@@ -226,31 +282,53 @@ def play(spec, mixture):
     return given
 
 
-def complaints(mixture, given):
-    """Yield what ranks of a communicator are given unlike, and variables where no plan applies."""
+def right_answer(spec, mixture, ranks):
+    """Return the graph file of a communicator, or "", and whether it has a table."""
+    kinds = [mixture.ranks[rank] for rank in ranks]
+    (index, *others), gpus = {kind.index for kind in kinds}, []
+    for rank, kind in zip(ranks, kinds, strict=True):
+        gpus.append(rank if kind.gpu is None else kind.gpu)
+    equal = len({kind.patch for kind in kinds}) == len({mixture.host(rank) for rank in ranks}) == 1
+    if others or not index or not equal or len(set(gpus)) < len(gpus) or not mixture.launcher:
+        return "", False
+    key = str(tuple(sorted(gpus)))
+    if any(kind.plain for kind in kinds):
+        return "", False
+    file = spec.indices[index].files.get(key)
+    tuned = key in spec.indices[index].tuned and not any(kind.untuned for kind in kinds)
+    return Path(file).read_text() if file else "", tuned
+
+
+def complaints(spec, mixture, given):
+    """Yield what ranks of a communicator are given unlike, or other than they should be."""
     for number, (ranks, by_rank) in enumerate(zip(mixture.communicators, given, strict=True)):
         where = f"mixture {mixture.seed}, communicator {number} over {ranks}"
+        right = right_answer(spec, mixture, ranks)
+        for rank in ranks:
+            if (by_rank[rank].graph, by_rank[rank].tuned) != right:
+                got = by_rank[rank].graph[:300] or "default NCCL"
+                yield f"{where}: rank {rank} got {got}, table {by_rank[rank].tuned}, not {right}"
         for name in VARIABLES:
             values = {by_rank[rank].variables[name] for rank in ranks}
             if len(values) > 1:
                 yield f"{where}: {name} is {values}"
             if values != {None} and name not in mixture.launcher and not by_rank[ranks[0]].graph:
                 yield f"{where}: {name} is {values} without the plan"
-        if len({by_rank[rank].graph for rank in ranks}) > 1:
-            yield f"{where}: unlike graph files"
 
 
 def main():
     spec = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Spec)
-    planned = tuned = 0
+    planned = tuned = tables = 0
     for mixture in spec.mixtures:
         given = play(spec, mixture)
-        for line in complaints(mixture, given):
+        for line in complaints(spec, mixture, given):
             print(line)
         first = [next(iter(by_rank.values())) for by_rank in given]
         planned += sum(bool(one.graph) for one in first)
         tuned += sum(one.variables["NCCL_BUFFSIZE"] is not None for one in first)
-    print(f"{len(spec.mixtures)} mixtures, {planned} graph files, {tuned} buffer sizes")
+        tables += sum(one.tuned for one in first)
+    counts = f"{planned} graph files, {tuned} buffer sizes, {tables} tables"
+    print(f"{len(spec.mixtures)} mixtures, {counts}")
 
 
 if __name__ == "__main__":

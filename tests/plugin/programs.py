@@ -5,7 +5,6 @@ Both are compiled with and without sanitizers. What NCCL asks was recorded from 
 """
 
 import functools
-import itertools
 import os
 import random
 import shutil
@@ -15,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from tccl_py.nccl.plugin.build import SOURCES, build_plugin
-from tccl_py.nccl.tuner import COLLECTIVES, PROTOCOLS, TunerEntry, TunerTable, check_tables
-from tests.plugin.runs import make_plan
+from tests.plugin.runs import make_plan, random_tables
 from tests.skips import needs
 
 HERE = Path(__file__).resolve().parent
@@ -110,29 +108,6 @@ def random_script(seed, count):
         (source.choice(kinds), number + 256, source.sample(range(GPUS), source.randint(1, GPUS)))
         for number in range(count)
     ]
-
-
-def random_tables(seed, gpus):
-    """Return a table for each set of two or more of some GPUs, with ranges of all collectives."""
-    source, found = random.Random(seed), []
-    for size in range(2, gpus + 1):
-        for chosen in itertools.combinations(range(gpus), size):
-            entries = []
-            for collective in COLLECTIVES:
-                edges = sorted(source.sample([1 << n for n in range(41)], source.choice((0, 4, 8))))
-                for first, last in zip(edges[::2], edges[1::2], strict=True):
-                    entry = TunerEntry(
-                        collective=collective,
-                        from_bytes=first,
-                        to_bytes=last,
-                        algorithm="tree" if collective == "all_reduce" and last % 3 else "ring",
-                        protocol=source.choice(PROTOCOLS),
-                        channels=source.choice((0, 1, 8, 64)),
-                    )
-                    entries.append(entry)
-            found.append(TunerTable(gpus=chosen, measured_on=chosen, entries=tuple(entries)))
-    check_tables(found, range(gpus), where="random")
-    return tuple(found)
 
 
 def expected_answers(plan, script):

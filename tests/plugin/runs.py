@@ -15,7 +15,14 @@ import pytest
 from tccl_py.nccl.plugin.build import build_plugin
 from tccl_py.nccl.plugin.index import INDEX_FILE, IndexedGpu, IndexedSet, PluginIndex
 from tccl_py.nccl.settings import Settings
-from tccl_py.nccl.tuner import tune_lines
+from tccl_py.nccl.tuner import (
+    COLLECTIVES,
+    PROTOCOLS,
+    TunerEntry,
+    TunerTable,
+    check_tables,
+    tune_lines,
+)
 from tccl_py.nccl_library import NAME, installed_nccls
 from tccl_py.plan.directory import graph_text
 from tests.plugin.ranks import Made, Record, Spec
@@ -106,6 +113,29 @@ def make_plan(
     index = PluginIndex(sets=tuple(sets), tables=tune_lines(tables), **(values | fields))
     (folder / INDEX_FILE).write_bytes(index.encode())
     return MadePlan(folder=folder, orders=orders)
+
+
+def random_tables(seed, gpus):
+    """Return a table for each set of two or more of some GPUs, with ranges of all collectives."""
+    source, found = random.Random(seed), []
+    for size in range(2, gpus + 1):
+        for chosen in itertools.combinations(range(gpus), size):
+            entries = []
+            for collective in COLLECTIVES:
+                edges = sorted(source.sample([1 << n for n in range(41)], source.choice((0, 4, 8))))
+                for first, last in zip(edges[::2], edges[1::2], strict=True):
+                    entry = TunerEntry(
+                        collective=collective,
+                        from_bytes=first,
+                        to_bytes=last,
+                        algorithm="tree" if collective == "all_reduce" and last % 3 else "ring",
+                        protocol=source.choice(PROTOCOLS),
+                        channels=source.choice((0, 1, 8, 64)),
+                    )
+                    entries.append(entry)
+            found.append(TunerTable(gpus=chosen, measured_on=chosen, entries=tuple(entries)))
+    check_tables(found, range(gpus), where="random")
+    return tuple(found)
 
 
 def plugin_library():

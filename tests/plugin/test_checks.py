@@ -17,8 +17,8 @@ import pytest
 from tccl_py.nccl.plugin.build import build_plugin
 from tccl_py.nccl.plugin.index import digest
 from tests.plugin.mixtures import Environment
-from tests.plugin.programs import HERE, random_tables
-from tests.plugin.runs import make_plan
+from tests.plugin.programs import HERE
+from tests.plugin.runs import make_plan, random_tables
 from tests.skips import needs
 
 GPUS, HOST, HASH, NCCL = 4, 5, 77, 23007
