@@ -155,6 +155,19 @@ def test_markers_that_somebody_changed_are_refused_and_nothing_is_done(tmp_path,
         assert everything(tmp_path) == before
 
 
+@given(data=st.none() | FILES, others=st.lists(FILES, max_size=3), twice=st.booleans())
+def test_lines_that_others_put_between_the_markers_stay_outside_of_them(data, others, twice):
+    lines = [line.replace(b"\n", b"") + b"\n" for line in others]
+    put = with_block(data, "A=b\nC=d\n", where="f")
+    inside = b"C=d\n".join([b"".join([*lines[:1], b"A=b\n", *lines[1:2]]), b"".join(lines[2:])])
+    edited = put.replace(b"A=b\nC=d\n", inside)
+    again = with_block(edited, "C=d\nE=f\n", where="f")
+    assert again == with_block(data, "C=d\nE=f\n", where="f") + b"".join(lines)
+    rest = without_block(again if twice else edited, where="f")
+    newline = b"\n" if data and not data.endswith(b"\n") else b""
+    assert rest == ((data or b"") + newline + b"".join(lines) if lines else data)
+
+
 # files on disk
 
 
@@ -575,6 +588,26 @@ def test_a_verified_plan_is_installed_and_taken_out(measured, tmp_path):
     assert everything(tmp_path) == before
     said = tccl("uninstall").stderr
     assert said.startswith("tccl: nothing is installed") and f"{conf}" in said
+
+
+def test_lines_that_a_user_put_between_the_markers_survive_and_are_named(measured, tmp_path):
+    conf = tmp_path / "conf"
+    tccl("install", measured, "--force", "--conf", conf)
+    line = "NCCL_IB_HCA=mlx5_0"
+    conf.write_text(conf.read_text().replace("# <<<", f"{line}\n# <<<"))
+    edited = conf.read_text()
+    install = "install", measured, "--force", "--conf", conf
+    for words in (install, ("uninstall", conf)):
+        said = tccl(*words, "--dry-run").stderr
+        assert f"{line} was put between the markers and would stay outside" in said
+        assert conf.read_text() == edited
+    assert f"{line} was put between the markers and stays outside" in tccl(*install).stderr
+    assert conf.read_text().endswith(f"<<<\n{line}\n")
+    assert line not in tccl(*install).stderr
+    for text in (conf.read_text(), edited):
+        conf.write_text(text)
+        assert (line in tccl("uninstall", conf).stderr) == (text == edited)
+        assert conf.read_text() == f"{line}\n"
 
 
 @pytest.mark.parametrize(

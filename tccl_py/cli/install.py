@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -13,6 +14,9 @@ from tccl_py.delivery.job import JobRequest
 from tccl_py.delivery.plugin import PLUGIN_VARIABLE
 from tccl_py.errors import InputError
 from tccl_py.nccl_conf import CONF_VARIABLE, HOST_FILE, user_file
+
+if TYPE_CHECKING:
+    from tccl_py.installation.blocks import Change
 
 EQUAL_HOSTS = flag("--alike", "For hosts like the plan's, with other UUIDs.")
 PLUGIN = flag("--plugin/--no-plugin", "Load the plugin where NCCL has plugins.", default=True)
@@ -65,6 +69,7 @@ def install(
     past = "made" if change.before is None else "changed"
     done = f"would {verb} {change.path}" if dry_run else f"{past} {change.path}"
     notice(done if change.needed else f"{change.path} has the plan's lines already")
+    _name_others(change, dry_run=dry_run)
     if not dry_run:
         loaded = PLUGIN_VARIABLE in delivery.variables
         jobs = "all NCCL jobs"
@@ -86,7 +91,8 @@ def uninstall(
 ) -> None:
     """Take out the lines of `tccl install`; files that it made are removed.
 
-    Other lines stay. Without FILE the files on record are taken, and your own file of NCCL.
+    Other lines stay, also between the markers. Without FILE the files on record are taken, and
+    your own file of NCCL.
 
     Examples:
 
@@ -107,5 +113,12 @@ def uninstall(
             notice(f"{done} {change.path}, which was new")
         else:
             notice(f"{'would restore' if dry_run else 'restored'} {change.path}")
+            _name_others(change, dry_run=dry_run)
     if not removal:
         notice(f"nothing is installed: neither {user_file()} nor a file in {state_directory()}")
+
+
+def _name_others(change: Change, *, dry_run: bool) -> None:
+    for line in change.others:
+        stays = "would stay" if dry_run else "stays"
+        notice(f"{line} was put between the markers and {stays} outside of them")

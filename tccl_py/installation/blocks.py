@@ -1,7 +1,8 @@
 """A marked block of tccl-py in a file of another owner.
 
-Everything outside the block stays byte for byte. The first marker records the state before, so
-removal restores it even without a record.
+Everything outside the block stays byte for byte. The first marker records the state before, and
+the last our lines, so removal restores the file even without a record. Lines that others put
+between the markers stay, behind the new block or in the place of the old.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+import zlib
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,10 +26,11 @@ _RIGHT = "name a file of your own in a directory that you can write to"
 
 
 _MENTION = re.compile(rb"(?:>>>|<<<) tccl-py")
-# The state before: no file; a file; a file whose last line had no newline, which we added.
+# The state before: no file; a file; a file whose last line had no newline, which we added. The last
+# marker has a checksum of each of our lines; in blocks of earlier versions, without any, all are.
 _BLOCK = re.compile(
     rb"^# >>> tccl-py, taken out by tccl uninstall \((made|kept|unended)\) >>>\n"
-    rb"(.*?)^# <<< tccl-py <<<(?:\n|\Z)",
+    rb"(.*?)^# <<< tccl-py((?: [0-9a-f]{8})*) <<<(?:\n|\Z)",
     re.M | re.S,
 )
 
@@ -38,14 +41,15 @@ def with_block(data: bytes | None, body: str, *, where: str) -> bytes:
     `where` is the file's name for messages. Raises InputError: the markers are damaged.
     """
     block = _find(data or b"", where)
+    lines = "".join(f" {_checksum(line)}" for line in _lines(body.encode()))
+    text = f"{body}# <<< tccl-py{lines} <<<\n".encode()
     if data is not None and block is not None:
-        return data[: block.start(2)] + body.encode() + data[block.end(2) :]
+        return data[: block.start(2)] + text + _others(block) + data[block.end() :]
     before = "made" if data is None else "kept"
     start = data or b""
     if data and not data.endswith(b"\n"):
         before, start = "unended", data + b"\n"
-    first = f"# >>> tccl-py, taken out by tccl uninstall ({before}) >>>\n"
-    return start + f"{first}{body}# <<< tccl-py <<<\n".encode()
+    return start + f"# >>> tccl-py, taken out by tccl uninstall ({before}) >>>\n".encode() + text
 
 
 def without_block(data: bytes, *, where: str) -> bytes | None:
@@ -56,12 +60,27 @@ def without_block(data: bytes, *, where: str) -> bytes | None:
     block = _find(data, where)
     if block is None:
         return data
-    remaining = data[: block.start()] + data[block.end() :]
+    others = _others(block)
+    remaining = data[: block.start()] + others + data[block.end() :]
     if block[1] == b"made" and block.end() == len(data) and remaining in _HEADS:
         return None
     # The newline that we added goes, unless somebody has written behind it.
-    last = block.end() == len(data) and remaining.endswith(b"\n")
+    last = not others and block.end() == len(data) and remaining.endswith(b"\n")
     return remaining[:-1] if block[1] == b"unended" and last else remaining
+
+
+def _lines(data: bytes) -> list[bytes]:
+    return re.findall(rb".*\n", data)
+
+
+def _checksum(line: bytes) -> str:
+    return f"{zlib.crc32(line):08x}"
+
+
+def _others(block: re.Match[bytes]) -> bytes:
+    """Return the lines of a block that we did not write."""
+    lines, ours = _lines(block[2]), block[3].decode().split()
+    return b"".join(line for line in lines if ours and _checksum(line) not in ours)
 
 
 def _find(data: bytes, where: str) -> re.Match[bytes] | None:
@@ -93,6 +112,13 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     def needed(self) -> bool:
         """Return whether the file changes."""
         return self.before != self.after
+
+    @property
+    def others(self) -> list[str]:
+        """Return lines of others between the markers, which stay outside of them."""
+        block = _find(self.before or b"", str(self.path))
+        lines = _others(block) if block is not None else b""
+        return lines.decode("utf-8", "surrogateescape").splitlines()
 
 
 def real_path(path: Path) -> Path:
