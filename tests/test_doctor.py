@@ -429,6 +429,18 @@ def test_an_installed_plugin_that_does_nothing_is_told(tmp_path, change, word):
     assert all(word in one.what for one in findings)
 
 
+def test_a_folder_of_boards_that_the_plugin_cannot_use_is_told_with_the_remedy(tmp_path):
+    write(tmp_path, "etc/nccl.conf", INSTALLED)
+    me, other = os.geteuid(), os.geteuid() + 1
+    for user in (me, other):
+        (tmp_path / f"dev/shm/tccl-{user}").mkdir(parents=True, mode=0)
+    write(tmp_path, f"dev/shm/tccl-{other + 1}", "no folder")
+    host = HostState(root=tmp_path)
+    found = {one.where: one for one in examine(host).findings if one.where.startswith("/dev/shm/")}
+    assert found.keys() == {f"/dev/shm/tccl-{other}", f"/dev/shm/tccl-{other + 1}"}
+    assert found[f"/dev/shm/tccl-{other}"].fix.startswith(f"rm -r /dev/shm/tccl-{other}, as user")
+
+
 def test_findings_on_names_that_are_not_utf_8_can_be_written(tmp_path):
     environment = {"TCCL_INDEX": "/\udcff", "NCCL_ENV_PLUGIN": "/\udcff/libnccl-env-tccl.so"}
     found = examine(HostState(root=tmp_path, environment=environment))

@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 import socket
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -57,6 +58,14 @@ def check_plugin(host: HostState) -> Results:
         return
     for fault, fix in _plugin_faults(host, variables, named, index):
         yield defect("plugin", place.where, what=fault, fix=fix)
+    # Of its own folder the plugin mends the mode.
+    for folder in sorted((host.root / "dev/shm").glob("tccl-*")):
+        with suppress(OSError, ValueError):
+            status, user = folder.lstat(), int(folder.name[5:])
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != user:
+                fault = f"the plugin of user {user} cannot use what user {status.st_uid} made"
+                fix = f"rm -r /dev/shm/{folder.name}, as user {status.st_uid} or root"
+                yield defect("plugin", f"/dev/shm/{folder.name}", what=fault, fix=fix)
     for name, effect in _CONFLICTING.items():
         line = variables.get(name)
         if line is not None and line.value not in ("", "none"):

@@ -221,6 +221,31 @@ def test_a_board_of_killed_ranks_is_not_taken_for_a_new_one(plan, plain):
     assert not board.exists()
 
 
+FOLDER = f"/dev/shm/tccl-{os.geteuid()}"
+
+
+@pytest.mark.parametrize(
+    ("script", "usable"),
+    [
+        ("umask 0177", True),
+        ("umask 0777", True),
+        (f"mkdir -m 0 {FOLDER}", True),
+        (f"mkdir -m 2755 {FOLDER}", True),
+        ("chmod g+s /dev/shm", True),
+        (f"touch {FOLDER}", False),
+        (f"mkdir {FOLDER}; chown 12345 {FOLDER}", False),
+    ],
+)
+def test_a_folder_is_used_if_it_is_the_users_own_whatever_its_mode(plan, plain, script, usable):
+    command = f'mount -t tmpfs -o mode=1777 none /dev/shm && {script}; exec "$@"'
+    wrapper = ["unshare", "-m", "sh", "-c", command, "sh"]
+    if subprocess.run([*wrapper, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("this user cannot make mount namespaces")
+    found = plain.run(plan, PAIR, wrapper=wrapper, TCCL_DEBUG="1")
+    assert found == (expected_answers(plan, PAIR) if usable else dict.fromkeys(found, (0, 0)))
+    assert (f"{FOLDER}: another user made it, who or root can remove it" in plain.said) != usable
+
+
 @pytest.mark.parametrize(
     "variables",
     [

@@ -26,18 +26,28 @@ static void board_name(uint64_t hash, char name[NAME_BYTES]) {
   snprintf(name, NAME_BYTES, "%016llx", (unsigned long long)hash);
 }
 
-/* Open this user's folder; another user may have made one of this name. */
+static int close_failed(int fd) {
+  int error = errno;
+  close(fd);
+  errno = error;
+  return -1;
+}
+
+/* Open this user's folder, with mode 0700 again where a umask took that; fails with EPERM or ENOTDIR
+ * where another user has made something of this name. */
 static int open_folder(bool make) {
-  char name[40];
+  char name[40], path[32];
   struct stat st;
   folder_name(name);
   if (make && mkdir(name, 0700) != 0 && errno != EEXIST) return -1;
-  int fd = open(name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
-  if (fd < 0 || (stat_of(fd, &st) == 0 && st.st_uid == geteuid() && (st.st_mode & 07777) == 0700))
-    return fd;
-  close(fd);
-  errno = EPERM;
-  return -1;
+  int fd = open(name, O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC), folder = -1;
+  if (fd < 0) return -1;
+  snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+  if (stat_of(fd, &st) != 0 || st.st_uid != geteuid()) errno = EPERM;
+  else if ((st.st_mode & 0777) == 0700 || chmod(path, 0700) == 0)
+    folder = openat(fd, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  close_failed(fd);
+  return folder;
 }
 
 static bool append(int fd, const struct post *post) {
@@ -54,20 +64,14 @@ static bool remove_stale(int folder, const char *name, int fd) {
   return true;
 }
 
-static int close_failed(int fd) {
-  int error = errno;
-  close(fd);
-  errno = error;
-  return -1;
-}
-
 /* Make a board that has a post from its first moment on; fails with EEXIST if there is one. */
 static int make_board(int folder, const char *name, const struct post *post) {
   char path[32];
   int fd = openat(folder, ".", O_TMPFILE | O_RDWR | O_APPEND | O_CLOEXEC, 0600);
   if (fd < 0) return -1;
   snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
-  if (flock(fd, LOCK_SH | LOCK_NB) == 0 && append(fd, post) &&
+  /* The umask holds for this file too. */
+  if (fchmod(fd, 0600) == 0 && flock(fd, LOCK_SH | LOCK_NB) == 0 && append(fd, post) &&
       linkat(AT_FDCWD, path, folder, name, AT_SYMLINK_FOLLOW) == 0)
     return fd;
   return close_failed(fd);
@@ -102,7 +106,9 @@ int board_post(const struct post *post, char why[MAX_REASON]) {
     if (folder >= 0) close(folder);
     if (fd >= 0) return fd;
     if (error != ENOENT && error != EAGAIN) {
-      explain(why, "cannot post in /dev/shm/tccl-%u: %s", geteuid(), strerror(error));
+      bool foreign = error == EPERM || error == ENOTDIR;
+      explain(why, "cannot post in /dev/shm/tccl-%u: %s", geteuid(),
+              foreign ? "another user made it, who or root can remove it" : strerror(error));
       return -1;
     }
     sched_yield();
