@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from tccl_py.experiments.evaluation import Summary
 from tccl_py.experiments.preflight import Problem
 from tccl_py.experiments.record import Tried
 from tccl_py.experiments.spec import WrongValue
@@ -323,37 +322,6 @@ class Verify(Keys, kw_only=True):
     tunings: list[Tuning]
 
 
-class Cell(Keys, kw_only=True):
-    """A collective of a size in an arm over a set of GPUs."""
-
-    hosts: Annotated[list[str], says("none of one machine")]
-    gpus: Annotated[list[int], says("of each host")]
-    collective: str
-    dtype: str
-    bytes: Annotated[int, says("0 of large messages by a model")]
-    arm: ChoiceName
-    us: Annotated[float | None, says("null by a model")]
-    gbps: Annotated[float, says("bus bandwidth")]
-    ratio: Annotated[float | None, says("over default NCCL; null where that has no rate")]
-    low: Annotated[float | None, says("the 95 % interval of `ratio`")]
-    high: float | None
-
-
-class Evaluate(Keys, kw_only=True):
-    """`tccl evaluate --json`."""
-
-    machine: str
-    simulated: bool
-    dry_run: bool
-    recommended: ChoiceName
-    arms: Annotated[list[Summary], says("ratios to default NCCL")]
-    cells: list[Cell]
-    wrong: dict[str, list[WrongValue]]
-    failures: list[str]
-    left_out: Annotated[list[str], says("sets that the time did not suffice for")]
-    seconds: float
-
-
 class Change(Keys, kw_only=True):
     """A set whose rate changed; the rates are those of the flow that fell most."""
 
@@ -493,7 +461,6 @@ COMMANDS: Mapping[str, Any] = {
     "verify": Verify,
     "check": Check,
     "advise": Advice,
-    "evaluate": Evaluate,
     "measure": list[Measured],
     "pairs": list[Pair],
     "overlap": Overlap,

@@ -20,7 +20,7 @@ _RANKS = (
     "PALS_RANKID",
     "SLURM_PROCID",
 )
-_JOBS = ("evaluate", "measure", "plan", "verify")  # commands that several ranks run together
+_JOBS = ("measure", "plan", "verify")  # commands that several ranks run together
 _ALONE = ("--simulate", "--help", "-h")  # options with which every rank runs by itself
 
 

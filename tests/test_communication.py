@@ -1,7 +1,9 @@
 """A job's communication by each choice: rows, totals, the first line, and what is kept of it."""
 
 import json
+from itertools import permutations
 from pathlib import Path
+from statistics import harmonic_mean
 
 import pytest
 from msgspec.structs import replace
@@ -10,7 +12,7 @@ from typer.testing import CliRunner
 from tccl_py.cli.main import app
 from tccl_py.decision import harm
 from tccl_py.errors import InputError
-from tccl_py.experiments.collectives import bus_gbps
+from tccl_py.experiments.collectives import PROGRAMS, bus_gbps
 from tccl_py.experiments.communication import (
     MOST_ROWS,
     Communications,
@@ -24,6 +26,9 @@ from tccl_py.experiments.record import Verification
 from tccl_py.experiments.size_table import read_tunings
 from tccl_py.experiments.spec import Row, calls_of
 from tccl_py.files import decode_json
+from tccl_py.model.transfer import transfer_set
+from tccl_py.nccl.transport import hop_space
+from tccl_py.nccl.view import view
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.report.tables import communication_line
@@ -211,6 +216,41 @@ def test_a_model_tells_large_messages_alone_and_in_all_groups_at_once():
     # A graph file fails smaller communicators; more of these share the links between the sockets.
     assert "graph" not in alone.choices
     assert beside.choices["default"].seconds >= alone.choices["default"].seconds
+
+
+def test_a_model_rates_large_messages_by_rings_to_and_from_roots_and_by_pairs():
+    plan, model = plan_of("intel-v100"), load_bundled("intel-v100")
+    names = (*PROGRAMS.values(), "send")
+    gbps = dict[str, dict[str, float]]()
+    for name in names:
+        made = predicted_communication(
+            plan, workload((name, 1 << 30, 1), ranks=4), Simulator(model)
+        )
+        for choice, step in made.choices.items():
+            rate = bus_gbps(name, 4, 1 << 30, step.seconds)
+            gbps.setdefault(choice, {})[name] = rate
+    for choice, rates in gbps.items():
+        for name in ("all_reduce", "all_gather", "reduce_scatter"):
+            assert rates[name] == pytest.approx(plan.choices[choice].rate_gbps)
+
+    def slowest(hops):
+        (rates,) = Simulator(model).measure([transfer_set(hop.flow for hop in hops)])
+        return rates.rate_gbps
+
+    gpus, seen = plan.gpus, view(model.machine, model.knowledge, plan.settings, gpus=plan.gpus)
+    (order,) = plan.subset(gpus).rings
+    ring = list(zip(order, (*order[1:], order[0]), strict=True))
+    space = hop_space(seen)
+    hops = {pair: space.between(*pair)[0] for pair in permutations(gpus, 2)}
+    # The hop that comes back to the root is idle.
+    of_roots = [slowest(hops[pair] for pair in ring if pair[1] != root) for root in gpus]
+    assert gbps["graph"]["broadcast"] == pytest.approx(harmonic_mean(of_roots))
+    after = zip(gpus, (*gpus[1:], gpus[0]), strict=True)
+    assert gbps["graph"]["send_recv"] == pytest.approx(slowest(hops[pair] for pair in after))
+    assert gbps["graph"]["send"] == pytest.approx(slowest([hops[gpus[0], gpus[1]]]))
+    shared = hop_space(seen, rings_in_set=len(gpus) - 1)
+    rate = slowest(shared.between(*pair)[0] for pair in permutations(gpus, 2))
+    assert gbps["graph"]["all_to_all"] == pytest.approx((len(gpus) - 1) * rate)
 
 
 def test_without_a_source_ring_collectives_over_all_gpus_have_the_plans_rates():

@@ -67,7 +67,6 @@ def test_plans_have_the_keys_of_the_page(folder):
         ("env", ("env", "cluster", "--host", "node2", "--json")),
         ("env", ("env", "cluster", "--host", "other", "--json")),
         ("check", ("check", "box", "--json")),
-        ("evaluate", ("evaluate", "box", "--json")),
         ("validate", ("validate", "box/nccl/graph.xml", "--machine", "amd-3090", "--json")),
         ("advise", ("advise", "amd-v100", "--json")),
         ("measure", ("measure", "0:1", "--simulate", "amd-v100", "--json")),

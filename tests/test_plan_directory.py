@@ -191,12 +191,11 @@ def test_a_place_that_cannot_be_written_is_refused():
 READ_ONLY = 'mount --bind "$0" "$0" && mount -o remount,ro,bind "$0" && exec "$@"'
 
 
-@pytest.mark.parametrize("command", ["explain", "evaluate"])
-def test_results_are_printed_of_a_plan_whose_directory_cannot_be_written(command, tmp_path):
+def test_results_are_printed_of_a_plan_whose_directory_cannot_be_written(tmp_path):
     place = tmp_path / "plan"
     assert tccl("plan", place, "--simulate", SMALL, *QUICK).exit_code == 0
     before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
-    words = [sys.executable, "-m", "tccl_py", command, place]
+    words = [sys.executable, "-m", "tccl_py", "explain", place]
     if os.geteuid() == 0:
         # Nothing but the mount keeps root from writing.
         words = ["unshare", "--mount", "sh", "-c", READ_ONLY, place, *words]

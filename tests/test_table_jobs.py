@@ -2,14 +2,13 @@
 
 import itertools
 import json
-from types import SimpleNamespace
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tccl_py.errors import InputError, SearchError
+from tccl_py.errors import SearchError
 from tccl_py.model.cluster import Cluster, Host, NodeClass, gpus_text
 from tccl_py.model.machine import Knowledge
 from tccl_py.model.reports import HostReport, cluster_of
@@ -23,7 +22,7 @@ from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import check_plan, load_plan
 from tccl_py.plan.staging import check_files
 from tccl_py.plan.tables import ClassRates, KeptChains, KeptTable, OwnChains, table_files
-from tccl_py.planning.jobs import as_achieved, bound_of, jobs_of_tables, plan_of_job
+from tccl_py.planning.jobs import bound_of, plan_of_job
 from tccl_py.planning.join import plan_over
 from tccl_py.planning.planner import make_cluster_plan
 from tccl_py.planning.request import PlanRequest
@@ -31,7 +30,6 @@ from tccl_py.readers.hosts import HostSlots, listed_hosts
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.source import Simulator
-from tests.effort import calls_at_most
 from tests.networked import networked_machine
 from tests.test_cli_plan import done, tccl
 
@@ -284,17 +282,11 @@ def test_a_job_over_gpus_without_a_table_gets_default_nccl_and_a_bound_for_its_r
     assert f"`. {place}/nccl/env.sh`" in refused.stderr.replace("\n", " ")
 
 
-def test_a_job_can_be_shown_and_evaluated_but_makes_no_further_jobs(four, tmp_path):
+def test_a_job_can_be_shown_but_makes_no_further_jobs(four, tmp_path):
     job, hosts = tmp_path / "job", ("--hosts", "node[1,3]")
     assert f". {job}/nccl/env.sh" in done("export", four, *hosts, "-o", job).stderr
     shown = " ".join(done("show", job).stdout.split())
     assert "plugin by `tccl env DIR --plugin`" in shown and "cost none: " in shown
-    done("evaluate", job)
-    cells = json.loads((job / "evaluate.json").read_text())["cells"]
-    plan = load_plan(job)
-    rates = {cell["arm"]: cell["gbps"] for cell in cells if cell["collective"] == "all_reduce"}
-    assert rates == {name: choice.rate_gbps for name, choice in plan.choices.items()}
-    assert {tuple(cell["hosts"]) for cell in cells} == {("node1", "node3")}
     refused = tccl("export", job, *hosts, "-o", tmp_path / "other")
     assert refused.exit_code == 2
     assert "name the cluster's plan" in refused.stderr
@@ -380,72 +372,3 @@ def test_hosts_are_listed_by_a_file_or_as_slurm_has_them(tmp_path):
         "gpu02",
         "login",
     ]
-
-
-@pytest.mark.parametrize("text", [None, "4,2", "8,4-7", "2,0+2"])
-def test_jobs_of_unlike_hosts_use_what_is_named_on_every_host(text, monkeypatch):
-    def jobs_of(plan, directory, hosts, gpus):
-        return tuple(gpus[host.name] for host in hosts)
-
-    monkeypatch.setattr("tccl_py.planning.jobs.plan_of_job", jobs_of)
-    large, small = tuple(range(8)), tuple(range(4))
-    cluster = SimpleNamespace(host_classes={"a": 1, "b": 1, "c": 0, "d": 0})
-    plan = SimpleNamespace(host_order=tuple("abcd"), cluster=cluster, class_gpus=(small, large))
-    jobs = set(jobs_of_tables(plan, None, text))
-    two = {(large, large), ((0, 1), (0, 1))}
-    four = {(large, large, small, small)}
-    if text is None:
-        two |= {((0, 1, 2, 3),) * 2, ((0,),) * 2}
-        four |= {(small, small, (0, 1), (0, 1)), ((0, 1), (0, 1), (0,), (0,))}
-    elif text == "4,2":
-        two |= {(small, small)}
-        four |= {(small,) * 4, ((0, 1),) * 4}
-    elif text == "8,4-7":
-        two = {(large, large), ((4, 5, 6, 7),) * 2}
-    else:
-        two |= {((0, 2),) * 2}
-        four |= {((0, 1),) * 4, ((0, 2),) * 4}
-    assert jobs == two | four
-
-
-def test_a_job_of_a_thousand_hosts_is_planned_with_few_calls(tmp_path):
-    done("plan", "-o", tmp_path / "all", "--simulate", "amd-v100", "--nodes", "1500", *FEW)
-    plan = load_plan(tmp_path / "all")
-    hosts = [HostSlots(name) for name in plan.cluster.names[:1024]]
-    with calls_at_most(150_000):
-        job = plan_of_job(plan, tmp_path / "all", hosts)
-    assert job.rate_gbps == pytest.approx(plan.rate_gbps)
-    assert len(job.hosts) == 1024
-    with pytest.raises(InputError, match="elsewhere"):
-        plan_of_job(plan, tmp_path / "all", [*hosts, HostSlots("elsewhere")])
-
-
-def test_a_job_gets_what_jobs_of_the_plan_achieved_of_their_predictions(four):
-    plan = load_plan(four)
-    made = plan_of_job(plan, four, listed_hosts("node[1-2]", where=""))
-    default, graph = plan.choices["default"].rate_gbps, plan.rate_gbps
-    achieved = {"default": default / 2, "graph": graph / 4}
-    seen = as_achieved(made, plan, achieved, "default")
-    assert seen.stock.rate_gbps == pytest.approx(made.stock.rate_gbps / 2)
-    assert seen.variables.rate_gbps == pytest.approx(made.variables.rate_gbps / 2)
-    assert seen.rate_gbps == pytest.approx(made.rate_gbps / 4)
-    # Jobs of the whole plan found its graph files no better.
-    assert (made.recommended, seen.recommended) == ("graph", "default")
-    check_plan(seen, where="job")
-
-
-def test_a_job_takes_the_settings_that_tuning_found_if_its_rings_can_run_under_them(four):
-    plan = load_plan(four)
-    made = plan_of_job(plan, four, listed_hosts("node[1-2]", where=""))
-    better = msgspec.structs.replace(plan.settings, channels=4, buffsize=1 << 20)
-    tuned = msgspec.structs.replace(plan, settings=better, winner="graph")
-    seen = as_achieved(made, tuned, {"default": 1.0, "graph": 5.0}, "graph")
-    assert seen.recommended == "graph"
-    assert (seen.settings.channels, seen.settings.buffsize) == (4, 1 << 20)
-    check_plan(seen, where="job")
-    other = msgspec.structs.replace(tuned, settings=msgspec.structs.replace(better, channels=3))
-    twice = msgspec.structs.replace(
-        made,
-        paths=tuple(msgspec.structs.replace(path, chains=path.chains * 2) for path in made.paths),
-    )
-    assert as_achieved(twice, other, {"default": 1.0, "graph": 5.0}, "graph").winner == "variables"

@@ -7,8 +7,6 @@ from types import SimpleNamespace
 import pytest
 
 from tccl_py.experiments.calls import GRAPH_CALLS, GRAPHED_BYTES, time_calls, timed_batch, warm_up
-from tccl_py.experiments.evaluation import CALLS
-from tccl_py.experiments.spec import BATCHES
 from tccl_py.rank_processes.rank import Communicator
 from tccl_py.rank_processes.training import TrainingStep
 from tests.skips import mark_needs
@@ -124,13 +122,6 @@ def test_large_and_long_calls_are_timed_without_a_graph(gpu, size, seconds):
         batch = timed_batch(gpu.communicator, lambda: gpu.launch(seconds), size, 0.1, stack)
         assert batch() == pytest.approx(seconds)
     assert gpu.graphs == []
-
-
-def test_an_evaluation_is_estimated_by_as_many_calls_of_a_long_row_as_a_rank_makes(gpu):
-    batch = timed_batch(gpu.communicator, lambda: gpu.launch(1.0), LARGE, 0.1, None)
-    for _ in range(BATCHES):
-        batch()
-    assert gpu.launched == CALLS
 
 
 def test_a_gpu_is_kept_busy_until_its_clocks_are_up(gpu):

@@ -52,7 +52,6 @@ COMMANDS = {
     "uninstall": ("install:uninstall", "Take out the lines of `tccl install`."),
     "doctor": ("health:doctor", "Look for what hangs or slows NCCL on this host."),
     "verify": ("verify:verify", "Run real collectives by each choice of a plan; name the winner."),
-    "evaluate": ("verify:evaluate", "Time all collectives over sets of GPUs, in every choice."),
     "check": ("health:check", "Compare a machine with its plan's measurements."),
     "validate": ("machines:validate", "Say what NCCL will do with a graph file."),
 }

@@ -1,4 +1,4 @@
-"""`tccl verify` and `tccl evaluate`: real collectives by default NCCL and a plan's choices."""
+"""`tccl verify`: real collectives by default NCCL and a plan's choices."""
 
 from __future__ import annotations
 
@@ -18,24 +18,20 @@ from tccl_py.cli.options import flag, in_range, one_of, opt, parse_sizes, refuse
 from tccl_py.cli.output import BAD, GOOD, ProgressLine, print_table, results
 from tccl_py.cli.process import (
     ANSWER_IS_NO,
-    check_result_file,
     notice,
     notice_each,
     print_json,
-    write_result,
 )
-from tccl_py.errors import CTRL_C_AND_SIGTERM, InputError, Terminated, interrupts_put_off
+from tccl_py.errors import InputError
 from tccl_py.experiments.collectives import PROGRAMS, Collective
 from tccl_py.experiments.comparison import LEAST_ROUNDS, MAX_ROUNDS
-from tccl_py.experiments.evaluation import EVALUATED, EVALUATED_DRY
 from tccl_py.experiments.jobs import RANK_VARIABLES, Launcher
 from tccl_py.experiments.nccl_tests import find_program, size_options
-from tccl_py.experiments.plans import evaluate_plan, tuning_budget, verify_plan
+from tccl_py.experiments.plans import tuning_budget, verify_plan
 from tccl_py.experiments.record import Verification
 from tccl_py.experiments.rounds import RunBudget, budget_of
 from tccl_py.experiments.size_table import SizeTuning
 from tccl_py.experiments.sizes import load_sizes
-from tccl_py.experiments.spec import Dtype
 from tccl_py.launchers import in_job
 from tccl_py.model.measurement import Backend
 from tccl_py.nccl.settings import GRAPH_VARIABLE
@@ -46,17 +42,12 @@ from tccl_py.plan.results import plan_in
 from tccl_py.plan.staging import locked
 from tccl_py.report.sizes import SIZES, entry_lines, tuning_facts, tuning_json
 from tccl_py.report.tables import (
-    SUMMARIES,
     TRIED,
     communication_line,
-    csv_text,
     lines,
     size_lines,
-    summary_rows,
 )
 from tccl_py.report.verification import (
-    evaluation_facts,
-    evaluation_json,
     facts_of,
     headline,
     verification_json,
@@ -164,80 +155,6 @@ def verify(
     if tune and not json:
         print_sizes(load_sizes(directory), results())
     if not result.accepted and (result.workload is None or result.best.faults):
-        raise typer.Exit(ANSWER_IS_NO)
-
-
-def evaluate(
-    directory: Path = options.DIRECTORY,
-    *,
-    gpus_per_job: str | None = opt("LIST", "Beside all GPUs: numbers and sets, as 4,2,4-7,0+2."),
-    collectives: str | None = opt("LIST", f"Of {', '.join(_COLLECTIVES)}."),
-    sizes: str | None = opt("LIST", "64K,1M,16M,256M if not given, in a dry run 64K,1M."),
-    dtype: str = opt("NAME", "float32 or bfloat16.", default="float32"),
-    rounds: int = opt("N", "Rounds over each set of GPUs.", default=LEAST_ROUNDS),
-    seconds: float = opt("S", "After this no set is begun.", default=EVALUATED.seconds),
-    csv: Path | None = opt("FILE", "Write a row of each result as CSV."),
-    no_checks: bool = flag("--no-checks", "Do not compare results' values."),
-    pin_env: list[str] | None = opt("NCCL_NAME", "Variables that all jobs get."),
-    backend: str | None = options.BACKEND,
-    json: bool = options.JSON,
-) -> None:
-    """Evaluate a plan: all collectives by size over sets of GPUs, against default NCCL.
-
-    Jobs run in interleaved rounds as by `tccl verify`, a cluster's under mpirun or srun. A
-    simulated plan is evaluated by its model, for large messages. DIR/evaluate.json has all results.
-
-    Exit codes: 0 done; 1 wrong values or a failed job; 2 wrong use, or no plan for this machine.
-
-    Examples:
-
-        tccl evaluate my-plan --csv my-plan.csv
-        tccl evaluate my-plan --gpus-per-job 4,2,0+2 --collectives all_reduce --sizes 1M,256M
-    """
-    in_range("--rounds", rounds, MAX_ROUNDS // 2, least=LEAST_ROUNDS)
-    in_range("--seconds", seconds, 86_400, least=0)
-    one_of("--dtype", dtype, ("float32", "bfloat16"))
-    listed = _COLLECTIVES if collectives is None else tuple(collectives.split(","))
-    for name in listed:
-        one_of("--collectives", name, _COLLECTIVES)
-    usual = EVALUATED_DRY if backend == "host" else EVALUATED
-    budget = replace(
-        usual,
-        collectives=cast("tuple[Collective, ...]", tuple(dict.fromkeys(listed))),
-        dtype=cast(Dtype, dtype),
-        rounds=rounds,
-        seconds=seconds,
-        checks=not no_checks,
-    )
-    if sizes is not None:
-        budget = replace(budget, sizes=parse_sizes(sizes, "--sizes"))
-    check_result_file("--csv", csv)
-    with _job_options(directory, backend, pin_env) as launcher:
-        by_model = backend is None
-        try:
-            with interrupts_put_off(CTRL_C_AND_SIGTERM):
-                result = evaluate_plan(
-                    directory, budget, launcher, gpus=gpus_per_job, by_model=by_model
-                )
-        except (KeyboardInterrupt, Terminated):
-            notice(f"interrupted: no results were written, nothing in {directory} was changed")
-            raise
-    asked = budget != replace(usual, collectives=budget.collectives)
-    if result.simulated and (sizes is not None or pin_env or asked):
-        notice("--sizes and options of jobs are without effect: a model rates large messages alone")
-    if csv is not None:
-        write_result(csv_text(result), csv)
-        notice(f"wrote {csv}")
-    if json:
-        print_json(evaluation_json(result))
-    else:
-        of, recommended = evaluation_facts(result)
-        results().print(of, soft_wrap=True)
-        print_table(results(), lines(SUMMARIES, summary_rows(result)))
-        results().print(recommended, soft_wrap=True)
-    notice_each(f"failed: {text}" for text in result.failures)
-    notice_each(f"left out, the time is up: {text}" for text in result.left_out)
-    if result.wrong or result.failures:
         raise typer.Exit(ANSWER_IS_NO)
 
 

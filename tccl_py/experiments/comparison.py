@@ -106,9 +106,9 @@ def compare(
 class Timed(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A row in an arm: seconds in each round, and the speed over the baseline's.
 
-    Its groups are of GPUs, or of ranks where there are several hosts. A model's rows have no
-    seconds. `gbps` is the median bus bandwidth, 0 of a training step. `harm` is whether it loses;
-    None without a second arm of default NCCL.
+    Its groups are of GPUs, or of ranks where there are several hosts. `gbps` is the median bus
+    bandwidth, 0 of a training step. `harm` is whether it loses; None without a second arm of
+    default NCCL.
     """
 
     seconds: tuple[float, ...] = ()
@@ -133,14 +133,14 @@ class Timed(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.gbps / self.ratio if self.ratio else None
 
     @property
-    def low(self) -> float | None:
+    def low(self) -> float:
         """Return the lower end of the ratio's interval."""
-        return self.compared.low if self.seconds else None
+        return self.compared.low
 
     @property
-    def high(self) -> float | None:
+    def high(self) -> float:
         """Return the upper end of the ratio's interval."""
-        return self.compared.high if self.seconds else None
+        return self.compared.high
 
 
 Table = Mapping[ChoiceName, Mapping[Row, Timed]]

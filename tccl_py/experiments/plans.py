@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import chain, product
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,19 +18,17 @@ from tccl_py.errors import (
     InputError,
     TcclError,
     Terminated,
-    counted,
     interrupts_put_off,
     require,
     undisturbed,
 )
 from tccl_py.experiments.communication import Communications, keep_communication
-from tccl_py.experiments.evaluation import Evaluation, Part, estimated_seconds, part_name, run_parts
 from tccl_py.experiments.jobs import THIS_HOST, HostRanks, Launcher, LocalRunner, Say
 from tccl_py.experiments.record import Verification
 from tccl_py.experiments.rounds import RunBudget
 from tccl_py.experiments.sizes import SIZE_SECONDS, tune_by_size
 from tccl_py.experiments.spec import SIZES
-from tccl_py.experiments.target import Target, read_target, target_of
+from tccl_py.experiments.target import Target, read_target
 from tccl_py.experiments.tuning import COMPARISON_SECONDS, SWEEP_SECONDS, run_tuning
 from tccl_py.experiments.verify import Interrupted, verify_target
 from tccl_py.files import SPACE
@@ -42,7 +40,6 @@ from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import check_files
 from tccl_py.plan.text import CHOICE_WORDS, choice_words, plan_name
-from tccl_py.planning.jobs import jobs_of_tables
 from tccl_py.rank_processes.forkserver import ForkServer
 from tccl_py.readers.live import driver_version
 from tccl_py.sources.hosts import rank_jobs
@@ -271,66 +268,6 @@ def _noticed(plan: Target, launcher: Launcher, result: Verification) -> Verifica
     return replace(result, versions=versions, notices=tuple(notices))
 
 
-def evaluate_plan(
-    directory: Path,
-    budget: RunBudget,
-    launcher: Launcher,
-    *,
-    gpus: str | None = None,
-    by_model: bool = False,
-) -> Evaluation:
-    """Evaluate all arms of a plan over sets of GPUs and hosts, and keep the result.
-
-    `gpus` lists numbers and sets of GPUs, None the usual ones. A simulated plan is evaluated
-    `by_model`, without jobs. Raises InputError: as `verify_plan`; there is no set of GPUs, or no
-    model of a simulated plan.
-    """
-    plan = load_plan(directory)
-    check_files(directory)
-    simulated = plan.simulated and by_model
-    base = Evaluation(
-        machine=plan_name(plan),
-        backend=launcher.backend,
-        simulated=simulated,
-        assumed=plan.any_assumed and simulated,
-        recommended=plan.recommended,
-    )
-    if simulated:
-        cells = tuple(target_of(plan, directory, graphs={}).cells(gpus, budget.collectives))
-        if not cells:
-            right = "over several hosts there are all_reduce, all_gather and reduce_scatter"
-            raise InputError("`collectives`", "names none that the plan's model rates", right)
-        return replace(base, cells=cells).keep(directory, launcher.say)
-    _check_default(launcher)
-    with ExitStack() as stack:
-        parts: list[Part] = []
-        if launcher.job is not None:
-            check_hosts(plan, rank_jobs(launcher.job).hosts, subset=True)
-            for made in jobs_of_tables(plan, directory, gpus):
-                ready = _hosts_launcher(made, launcher, subset=True)
-                parts.append((ready, target_of(made, directory).arms))
-        else:
-            ready = stack.enter_context(launcher_of(plan, directory, launcher))
-            target = _target(plan, directory, launcher)
-            sets = target.gpu_sets(gpus)
-            parts += [(ready.over(members), target.over(members)) for members in sets]
-        compared = [(ready, arms) for ready, arms in parts if len(arms) > 1]
-        if not compared:
-            what = "sets nothing that default NCCL has not"
-            raise InputError(str(directory), what, "evaluate a plan with variables or a graph file")
-        for ready, arms in parts:
-            if len(arms) == 1:
-                launcher.say(f"not timed: {part_name(ready)} get default NCCL by every choice")
-        parts = compared
-        minutes = max(1, round(estimated_seconds(parts, budget) / 60))
-        limit = f"; after {budget.seconds:.0f} s no further set is begun" * (len(parts) > 1)
-        launcher.say(f"{counted(len(parts), 'set')} of GPUs in about {minutes} min{limit}")
-        names = {arm.name for _, arms in parts for arm in arms}
-        recommended = plan.recommended if plan.recommended in names else "default"
-        result = run_parts(parts, budget, replace(base, recommended=recommended))
-    return result.keep(directory, launcher.say)
-
-
 def machine_launcher(plan: Plan, directory: Path, launcher: Launcher) -> Launcher:
     """Return the launcher with this machine, if the plan is for it."""
     if launcher.backend != "host":
@@ -376,10 +313,10 @@ def _check_here(plan: Plan, directory: Path, launcher: Launcher) -> None:
             launcher.say(f"{name} is {planned.bus_id} in the plan and {gpu.bus_id} here")
 
 
-def _hosts_launcher(plan: Plan, launcher: Launcher, *, subset: bool = False) -> Launcher:
-    """Return the launcher with the hosts of a plan: the MPI job's, or a `subset` of these."""
+def _hosts_launcher(plan: Plan, launcher: Launcher) -> Launcher:
+    """Return the launcher with the hosts of a plan, which are the MPI job's."""
     jobs, dry_run = rank_jobs(launcher.job), launcher.backend == "host"
-    check_hosts(plan, jobs.hosts, subset=subset)
+    check_hosts(plan, jobs.hosts)
     facts = jobs.described(launcher.backend, interfaces=plan.settings.socket_ifname)
     callers = jobs.surroundings(modules=_NEEDED)
     hosts = []
@@ -398,12 +335,11 @@ def _hosts_launcher(plan: Plan, launcher: Launcher, *, subset: bool = False) -> 
     return replace(_with_hosts(launcher, hosts), runner=jobs)
 
 
-def check_hosts(plan: Plan, hosts: Iterable[str], *, subset: bool = False) -> None:
-    """Check that ranks run on the hosts of a plan, or a `subset` of them, and nowhere else."""
+def check_hosts(plan: Plan, hosts: Iterable[str]) -> None:
+    """Check that ranks run on the hosts of a plan, and nowhere else."""
     ranked, planned = set(hosts), set(files_of(plan).graphs)
-    others = planned - ranked if subset else ranked ^ planned
     # THIS_HOST, of a plan or ranks that need no name, comes last.
-    for host in sorted(others, key=lambda host: (host == THIS_HOST, host)):
+    for host in sorted(ranked ^ planned, key=lambda host: (host == THIS_HOST, host)):
         what = "runs a rank and is not in the plan"
         what = "is in the plan, and no rank runs there" if host in planned else what
         raise InputError(f"host {host or plan_name(plan)}", what, _PLANNED_HOSTS)

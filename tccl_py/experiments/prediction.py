@@ -1,4 +1,4 @@
-"""What a model or tables say of a plan without jobs: large messages, and a job's communication.
+"""What a model, or a plan's own rates, say of a job's communication without jobs.
 
 Latency is not simulated. A ring collective has the bandwidth of the arm's rings; broadcast and
 reduce leave out the hop back to the root, and take every root in turn. Transfers of send/recv and
@@ -8,17 +8,15 @@ all-to-all run at once, and the slowest decides.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby, permutations
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from tccl_py.errors import MeasurementError, SearchError
 from tccl_py.experiments.collectives import COLLECTIVES, Collective, bus_gbps
 from tccl_py.experiments.communication import Communication, communication_of, timed_calls
-from tccl_py.experiments.comparison import single
-from tccl_py.experiments.evaluation import Cell
 from tccl_py.experiments.spec import MIB, Row
 from tccl_py.model.measurement import IN_DRY_RUN, BandwidthSource, mark
 from tccl_py.model.rings import Hop, Ring, neighbours
@@ -32,23 +30,6 @@ from tccl_py.workloads.workload import Workload
 
 _LEAST_BYTES = 16 * MIB
 """Bandwidth decides from this size on; what smaller messages take no rate tells."""
-
-
-def model_cells(
-    plan: Plan,
-    bench: Bench | None,
-    gpus: Order,
-    hosts: tuple[str, ...],
-    collectives: Sequence[Collective],
-) -> Iterator[Cell]:
-    """Yield large messages over a set of a machine's GPUs, or of each host's, in every arm."""
-    rates = {arm: _rates(plan, bench, [gpus], arm, collectives) for arm in plan.choices}
-    for arm, gbps_of in rates.items():
-        where: dict[str, Any] = {"hosts": hosts, "gpus": gpus, "arm": arm}
-        for collective, gbps in gbps_of.items():
-            known = rates["default"].get(collective)
-            over = single(gbps / known if known else 0.0)
-            yield Cell(**where, collective=collective, gbps=gbps, compared=over)
 
 
 def predicted_communication(

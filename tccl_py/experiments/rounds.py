@@ -21,7 +21,7 @@ from tccl_py.experiments.comparison import (
     table_of,
 )
 from tccl_py.experiments.jobs import AGAIN, Arm, ConcurrentJobs, Ended, Launcher, Outcome
-from tccl_py.experiments.spec import SIZES, Dtype, Groups, JobSpec, Row, rows_of
+from tccl_py.experiments.spec import SIZES, Groups, JobSpec, Row, rows_of
 from tccl_py.plan.chains import ChoiceName
 from tccl_py.workloads.workload import Workload
 
@@ -31,8 +31,10 @@ _TRANSFERS: tuple[Collective, ...] = ("send_recv", "all_to_all")
 _OF_ALL: tuple[Collective, ...] = ("all_gather", "reduce_scatter")
 _TRANSFER_SIZES = (64 << 10, 1 << 20, 64 << 20)
 """Sizes of transfers between pairs: small FIFOs slow them alike from 16 MiB up."""
-LARGEST_DRY, _DRY_SECONDS = 4 << 20, 30.0
+_LARGEST_DRY, _DRY_SECONDS = 4 << 20, 30.0
 """The largest size of a dry run: 1 GiB takes a second a call there; and its seconds."""
+_EXTRA = 4
+"""Factor on the number of rounds where a verdict is open and time is left."""
 _NARROW = 1 << 20
 """From this size on ratios have to be known to 1 %; smaller calls take microseconds."""
 
@@ -49,13 +51,10 @@ class RunBudget(msgspec.Struct, frozen=True, kw_only=True):
     sizes: tuple[int, ...] = SIZES
     seconds: float = 300.0
     collectives: tuple[Collective, ...] = ("all_reduce",)
-    dtype: Dtype = "float32"
     checks: bool = True
     training: bool = False
     workload: Workload | None = None
     only: ChoiceName | None = None
-    extra: int = 4
-    """Factor on the number of rounds where a verdict is open and time is left."""
 
     @property
     def few_sizes(self) -> tuple[int, ...]:
@@ -65,7 +64,7 @@ class RunBudget(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def rows(self) -> tuple[Row, ...]:
         """Return the collectives that each job times over all ranks."""
-        return rows_of(self.sizes, self.collectives, self.dtype)
+        return rows_of(self.sizes, self.collectives)
 
     def transfers(self, groups: Iterable[Groups] = ()) -> tuple[Row, ...]:
         """Return rows of other collectives than those compared.
@@ -81,14 +80,14 @@ class RunBudget(msgspec.Struct, frozen=True, kw_only=True):
 
     def rows_in(self, groups: Iterable[Groups]) -> tuple[Row, ...]:
         """Return the collectives in smaller communicators, at some sizes."""
-        return rows_of(self.few_sizes[:4], self.collectives, self.dtype, groups=groups)
+        return rows_of(self.few_sizes[:4], self.collectives, groups=groups)
 
 
 def budget_of(backend: str | None) -> RunBudget:
     """Return the usual work of a comparison; a dry run on a laptop takes about a minute."""
     if backend != "host":
         return RunBudget()
-    sizes = tuple(size for size in SIZES if size <= LARGEST_DRY)
+    sizes = tuple(size for size in SIZES if size <= _LARGEST_DRY)
     return RunBudget(sizes=sizes, seconds=_DRY_SECONDS)
 
 
@@ -158,7 +157,7 @@ def run_rounds(
         return Rounds(checked=checked, jobs=ended, failures=failures, at_once=at_once, table=table)
 
     least = least_rounds(len(checking))
-    most, at_once, count = min(MAX_ROUNDS, max(budget.rounds * budget.extra, least)), 0, 0
+    most, at_once, count = min(MAX_ROUNDS, max(budget.rounds * _EXTRA, least)), 0, 0
     try:
         checked.update(sound(ConcurrentJobs(launcher, first).run(checking)))
         for ended in jobs.rounds(running, least, most) if len(running) > len(defaults) else ():

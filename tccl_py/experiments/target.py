@@ -14,10 +14,7 @@ from msgspec.structs import replace
 
 from tccl_py.delivery.job import choice_variables
 from tccl_py.errors import InputError
-from tccl_py.experiments.collectives import Collective
-from tccl_py.experiments.evaluation import Cell
-from tccl_py.experiments.jobs import THIS_HOST, Arm
-from tccl_py.experiments.prediction import model_cells
+from tccl_py.experiments.jobs import Arm
 from tccl_py.experiments.record import Verification
 from tccl_py.experiments.spec import Groups, groups_of
 from tccl_py.files import picked, read_text
@@ -38,7 +35,6 @@ from tccl_py.plan.directory import (
     class_view,
     files_of,
     graph_texts,
-    subset_graph,
     write_plan,
 )
 from tccl_py.plan.host_files import HOSTS_FOLDER
@@ -46,12 +42,8 @@ from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import planned_fingerprint
 from tccl_py.plan.retuning import gdr_variants, keeps_rings, retuned
 from tccl_py.plan.tables import kept_files
-from tccl_py.planning.jobs import jobs_of_tables
-from tccl_py.planning.parts import job_gpus, subsets
-from tccl_py.planning.plan_sources import known_model, planned_models
+from tccl_py.planning.plan_sources import planned_models
 from tccl_py.planning.request import of_transports
-from tccl_py.simulator.source import Simulator
-from tccl_py.sources.bench import bench_of
 
 Choices = Mapping[ChoiceName, Settings]
 GpuPair = tuple[int, int]
@@ -137,14 +129,6 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def _variables(self, name: ChoiceName) -> dict[str, str]:
         return choice_variables(self.plan, self.directory, name, self.graph_file)
 
-    def over(self, gpus: tuple[int, ...]) -> tuple[Arm, ...]:
-        """Return the arms over a set of a host's GPUs: graph files need rings planned for it."""
-        planned, graphs = self.plan.subset(gpus), dict(self.graphs)
-        if planned and gpus != self.gpus:
-            graphs = {THIS_HOST: subset_graph(self.plan, planned)}
-        arms = (arm for arm in self.arms if planned or arm.name != "graph")
-        return tuple(replace(arm, graphs=graphs) if arm.graphs else arm for arm in arms)
-
     @property
     def choices(self) -> Choices:
         """Return the settings of each choice that may be tuned."""
@@ -155,20 +139,9 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Return the network of the rows of searched settings: "" of a single host."""
         return ""
 
-    def gpu_sets(self, text: str | None) -> list[Order]:
-        """Return sets of GPUs of jobs, from numbers and sets; None is all, halves and so on."""
-        return [gpus for gpus in job_gpus(text, self.gpus)[0] if len(gpus) > 1]
-
     def groups(self, world: int) -> tuple[Groups, ...]:
         """Return groups of ranks whose communicators are compared, as the plan holds for them."""
         return groups_of(world)
-
-    def cells(self, text: str | None, collectives: Sequence[Collective]) -> Iterator[Cell]:
-        """Yield what the plan's model says of sets of GPUs, of all that have rings without text."""
-        sets = [self.gpus, *subsets(self.plan.machine, self.gpus)]
-        bench = bench_of(Simulator(known_model(self.plan, self.directory)))
-        for gpus in sets if text is None else self.gpu_sets(text):
-            yield from model_cells(self.plan, bench, gpus, (), collectives)
 
     def verdict(self, version: str, variables: Mapping[str, str]) -> Verdict:
         """Return the final rings of a job over all GPUs: as many as NCCL makes of the file's."""
@@ -294,12 +267,6 @@ class ClusterTarget(Target, frozen=True, kw_only=True, dict=True):
     def groups(self, _: int) -> tuple[Groups, ...]:
         """Return no groups of ranks: communicators over some of them have other plans."""
         return ()
-
-    def cells(self, text: str | None, collectives: Sequence[Collective]) -> Iterator[Cell]:
-        """Yield what tables say of jobs over all hosts, halves and so on; see `jobs_of_tables`."""
-        for job in jobs_of_tables(self.plan, self.directory, text):
-            gpus = job.gpus_of(job.hosts[0])
-            yield from model_cells(job, None, gpus, job.host_order, collectives)
 
     def verdict(self, version: str, variables: Mapping[str, str]) -> Verdict:
         """Return what NCCL makes of the hosts' graph files."""

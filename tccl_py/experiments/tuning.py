@@ -195,7 +195,7 @@ class Sweep:
     ) -> None:
         self._target, self._launcher = target, launcher
         slowest = {row.bytes: max(row.seconds) for row in first.arms[0].sizes}
-        few = rows_of(budget.few_sizes, budget.collectives, budget.dtype)
+        few = rows_of(budget.few_sizes, budget.collectives)
         self._slowest = {row: slowest.get(row.bytes, 0.0) for row in few}
         transfers = budget.transfers()
         largest = max((row.bytes for row in transfers), default=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import inf
 from pathlib import Path, PurePosixPath
 
@@ -37,7 +37,6 @@ from tccl_py.plan.retuning import retuned
 from tccl_py.plan.staging import write_new_directory
 from tccl_py.plan.tables import ClassRates, KeptTable, OwnChains, read_tables
 from tccl_py.planning.join import plan_over
-from tccl_py.planning.parts import job_gpus, sets_together
 from tccl_py.planning.request import PlanRequest
 from tccl_py.readers.hosts import HostSlots
 
@@ -93,32 +92,6 @@ def plan_of_job(
     made = plan_over(cluster, nodes, request)
     # Tables of earlier programs do not say.
     return msgspec.structs.replace(made, dry_run=made.dry_run or plan.dry_run)
-
-
-def jobs_of_tables(plan: Plan, directory: Path, text: str | None) -> Iterator[Plan]:
-    """Yield plans of jobs over all hosts of a cluster, halves and so on to two.
-
-    `text` lists numbers and sets of GPUs of a host, and hosts without an item's GPUs have no job of
-    it; None is the usual sets that have tables. A plan over all its hosts and GPUs needs none.
-    """
-    names, classes = plan.host_order, plan.cluster.host_classes
-    job_gpus(text, *plan.class_gpus)  # Raises InputError
-    counts = [len(names) >> times for times in range(len(names).bit_length() - 1)]
-    for count in counts:
-        hosts = [HostSlots(name) for name in names[:count]]
-        used = dict.fromkeys(classes[host.name] for host in hosts)
-        for sets in sets_together(text, *(plan.class_gpus[number] for number in used)):
-            of_class = dict(zip(used, sets, strict=True))
-            gpus = {host.name: of_class[classes[host.name]] for host in hosts}
-            try:
-                yield plan_of_job(plan, directory, hosts, gpus)
-            except InputError:
-                # A job's files have no tables: they are evaluated as a whole.
-                whole = all(plan.class_gpus[number] == ids for number, ids in of_class.items())
-                if count == len(names) and whole:
-                    yield plan
-                elif text is not None:
-                    raise
 
 
 def as_achieved(

@@ -68,19 +68,6 @@ def job_gpus(text: str | None, *hosts: Sequence[int]) -> list[list[tuple[int, ..
     return [list(dict.fromkeys(sets)) for sets in of_hosts]
 
 
-def sets_together(text: str | None, *hosts: Sequence[int]) -> list[tuple[Order, ...]]:
-    """Return the sets of `job_gpus` that one job uses on these hosts, a set of each host.
-
-    >>> sets_together("4,2,4-7", range(8), range(4))[1:]
-    [((0, 1, 2, 3), (0, 1, 2, 3)), ((0, 1), (0, 1))]
-    """
-    if text is None:
-        return list(zip(*job_gpus(None, *hosts), strict=False))
-    named = ([_named_gpus(item.strip(), gpus) for gpus in hosts] for item in text.split(","))
-    together = [tuple(sets[0] for sets in of_hosts) for of_hosts in named if all(of_hosts)]
-    return list(dict.fromkeys([tuple(map(tuple, hosts)), *together]))
-
-
 def _named_gpus(item: str, gpus: Sequence[int]) -> list[tuple[int, ...]]:
     """Return the set of GPUs of an item of `gpus_per_job`; none if the host lacks one of them."""
     if re.fullmatch("0*[1-9][0-9]{0,3}", item, re.ASCII):

@@ -15,7 +15,6 @@ import msgspec
 import numpy as np
 
 from tccl_py.errors import InputError
-from tccl_py.experiments.evaluation import Evaluation
 from tccl_py.experiments.record import Verification
 from tccl_py.experiments.size_table import SizeTuning
 from tccl_py.experiments.sizes import load_sizes
@@ -61,7 +60,6 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     journal: JournalContents | None
     explanation: Explanation | None
     verification: Verification | None
-    evaluation: Evaluation | None
     pairs: Journal
     planned: str
     driver: str
@@ -93,7 +91,6 @@ def read_contents(directory: Path) -> Contents:
         return None
 
     explanation = loaded(Explanation)
-    evaluation = loaded(Evaluation)
     verification = loaded(Verification)
     for arm in verification.arms if verification is not None else ():
         notices += [f"jobs of the choice {arm.name} failed: {arm.failure}"] * bool(arm.failure)
@@ -107,7 +104,6 @@ def read_contents(directory: Path) -> Contents:
         plan=plan,
         journal=journal,
         explanation=explanation,
-        evaluation=evaluation,
         verification=verification,
         pairs=simulated_pairs(plan, directory),
         planned=f"{day:%Y-%m-%d}",

@@ -39,7 +39,7 @@ from tccl_py.report.drawing import NodeView, loaded_view, templates
 from tccl_py.report.hops import drawn_kinds
 from tccl_py.report.machine import link_words
 from tccl_py.report.sizes import arm_charts, entry_lines, size_charts
-from tccl_py.report.verification import headline, ratio_map
+from tccl_py.report.verification import headline
 from tccl_py.simulator.model import gpu_names
 
 _MOST_HOSTS = 64
@@ -52,7 +52,7 @@ _GENERATOR = '<meta name="generator" content="tccl report">'
 
 def report_html(contents: Contents) -> str:
     """Return the report on a plan's directory, as one HTML document."""
-    plan, timed, verified = contents.plan, contents.evaluation, contents.verification
+    plan, verified = contents.plan, contents.verification
     nodes = [_node(contents, number) for number in range(len(plan.cluster.classes))]
     return (
         templates()
@@ -77,7 +77,6 @@ def report_html(contents: Contents) -> str:
             stand_ins=has_stand_ins(plan),
             kinds=drawn_kinds([ring for node in nodes for ring in node.rings]),
             rates=rate_bars(plan, verified.achieved if verified else {}),
-            ratios=[ratio_map(timed, arm) for arm in timed.summaries] if timed else [],
             sizes=list(size_table(plan)),
             size_basis=size_basis(plan),
             size_notes=size_notes(plan),

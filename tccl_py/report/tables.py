@@ -1,13 +1,11 @@
-"""Results of experiments as tables, whose columns are data, and as CSV.
+"""Results of experiments as tables, whose columns are data.
 
 A column is a header and the text of a row's cell. The tables of a verification, of tunings by
-message size, of an evaluation and of overlap are lists of columns.
+message size and of overlap are lists of columns.
 """
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, count
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,9 +14,7 @@ import msgspec
 from msgspec import structs
 
 from tccl_py.errors import size_text
-from tccl_py.experiments.evaluation import COLUMNS
 from tccl_py.experiments.overlap import GEMM
-from tccl_py.files import picked
 from tccl_py.plan.text import CHOICE_WORDS, choice_words
 from tccl_py.statistics import Interval, median_interval
 
@@ -26,7 +22,6 @@ if TYPE_CHECKING:
     from tccl_py.decision import StepTime
     from tccl_py.experiments.communication import Communication
     from tccl_py.experiments.comparison import Timed
-    from tccl_py.experiments.evaluation import Evaluation, Summary
     from tccl_py.experiments.jobs import Outcome
     from tccl_py.experiments.record import ArmResult, Tried
 
@@ -79,39 +74,6 @@ TRIED: Columns = (
 def _of_default(row: Tried, ratio: float) -> str:
     """Return a candidate's speed over default NCCL's."""
     return "" if row.failed else f"{ratio:.3f}"
-
-
-# Evaluation: a row is the summary of an arm, of one collective or of all.
-SUMMARIES: Columns = (
-    Column("choice", lambda row: CHOICE_WORDS[row[0].arm]),
-    Column("collective", lambda row: row[1] or "all"),
-    Column("comparisons", lambda row: f"{row[0].cells}"),
-    Column("mean", lambda row: f"{row[0].mean:.3f}"),
-    Column("least", lambda row: f"{row[0].least:.3f}"),
-    Column("most", lambda row: f"{row[0].most:.3f}"),
-)
-
-
-def summary_rows(result: Evaluation) -> Iterator[tuple[Summary, str]]:
-    """Yield the ratios of each arm but default NCCL, of all collectives and of each."""
-    for arm in result.summaries:
-        yield arm, ""
-        for collective in dict.fromkeys(cell.collective for cell in result.cells):
-            if summary := result.summary(arm.arm, collective):
-                yield summary, collective
-
-
-def csv_text(result: Evaluation) -> str:
-    """Return all cells as CSV, a row each."""
-    text = io.StringIO()
-    names = (*COLUMNS, "simulated", "dry_run")
-    writer = csv.DictWriter(text, names, lineterminator="\n")
-    writer.writeheader()
-    for cell in result.cells:
-        lists = {name: " ".join(map(str, getattr(cell, name))) for name in ("hosts", "gpus")}
-        labels = picked(result, "simulated", "dry_run")
-        writer.writerow(picked(cell, *COLUMNS) | lists | labels)
-    return text.getvalue()
 
 
 # Overlap: a row is a set of transfers, or a transfer beside a GEMM, in one of two modes.

@@ -1,23 +1,20 @@
-"""Verifications and evaluations as text for people, as JSON with stable keys, and as heat maps."""
+"""Verifications as text for people, and as JSON with stable keys."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from statistics import geometric_mean
 from typing import Any
 
 import msgspec
 
-from tccl_py.errors import counted, size_text
+from tccl_py.errors import size_text
 from tccl_py.experiments.collectives import COLLECTIVE_WORDS
 from tccl_py.experiments.comparison import FALSE_RATE, SMALLEST_EFFECT, Timed
-from tccl_py.experiments.evaluation import COLUMNS, Cell, Evaluation, Summary
 from tccl_py.experiments.record import WINS, ArmResult, Verification, groups_text, sizes_text
 from tccl_py.experiments.spec import is_large
 from tccl_py.experiments.trade_offs import trade_offs
 from tccl_py.files import picked
 from tccl_py.model.measurement import mark
-from tccl_py.plan.chains import ChoiceName
 from tccl_py.plan.text import CHOICE_WORDS
 from tccl_py.report.tables import verdict_text
 
@@ -160,75 +157,3 @@ def _arm_facts(result: Verification, arm: ArmResult) -> list[str]:
     lines += [f"{name}: {', '.join(ratios)}" for name, ratios in further.items()]
     lines += [f"not taken: {'; '.join(result.objections(arm))}"] if _faster(arm) else []
     return [f"{arm.name}: {line}" for line in lines]
-
-
-# An evaluation as text for people, as JSON, and as a heat map by collective and size.
-class RatioMap(msgspec.Struct, frozen=True, kw_only=True):
-    """Ratios of an arm to default NCCL, a row for each collective, None where there is none."""
-
-    arm: ChoiceName
-    title: str
-    mark: str
-    columns: tuple[str, ...]
-    rows: dict[str, tuple[float | None, ...]]
-    largest: float
-    summary: str
-
-
-def evaluation_json(result: Evaluation) -> dict[str, Any]:
-    """Return what `evaluate --json` prints."""
-    return {
-        **picked(result, "machine", "simulated", "dry_run", "recommended"),
-        "arms": result.summaries,
-        "cells": [picked(cell, *COLUMNS) for cell in result.cells],
-        **picked(result, "wrong", "failures", "left_out", "seconds"),
-    }
-
-
-def evaluation_facts(result: Evaluation) -> tuple[str, str]:
-    """Return what the table of an evaluation is about, and what is recommended."""
-    of = f"{result.machine}, {_kind(result)}: ratios of bus bandwidth to default NCCL"
-    if not result.summaries:
-        return of, "none: default NCCL has no rate here"
-    ratio = ", whose ratio is 1" if result.recommended == "default" else ""
-    return of, f"recommended: {CHOICE_WORDS[result.recommended]}{ratio}"
-
-
-def _kind(result: Evaluation) -> str:
-    if result.dry_run:
-        return "a DRY RUN over gloo, which says nothing about GPUs or NCCL"
-    return mark(simulated=result.simulated, assumed=result.assumed)
-
-
-def _words(summary: Summary) -> str:
-    spread = f"least {summary.least:.3f}, most {summary.most:.3f}"
-    return f"mean {summary.mean:.3f} ({spread}) in {counted(summary.cells, 'comparison')}"
-
-
-def ratio_map(result: Evaluation, arm: Summary) -> RatioMap:
-    """Return the map of an arm: means over sets of GPUs, by size or, without, number of GPUs."""
-    cells = [cell for cell in result.cells if cell.arm == arm.arm and cell.ratio]
-    places = sorted({_place(cell) for cell in cells})
-    means: dict[tuple[str, tuple[int, int]], list[float]] = {}
-    for cell in cells:
-        means.setdefault((cell.collective, _place(cell)), []).append(cell.ratio or 1.0)
-    return RatioMap(
-        arm=arm.arm,
-        title=f"{CHOICE_WORDS[arm.arm]} over default NCCL",
-        mark=_kind(result),
-        columns=tuple(size_text(size) if size else f"{gpus} GPUs" for size, gpus in places),
-        rows={
-            collective: tuple(
-                geometric_mean(means[collective, place]) if (collective, place) in means else None
-                for place in places
-            )
-            for collective in dict.fromkeys(cell.collective for cell in cells)
-        },
-        largest=max(*map(geometric_mean, means.values()), 1.0),
-        summary=_words(arm),
-    )
-
-
-def _place(cell: Cell) -> tuple[int, int]:
-    """Return the column of a cell: its size, or of no certain size its number of GPUs."""
-    return (cell.bytes, 0) if cell.bytes else (0, len(cell.gpus) * max(1, len(cell.hosts)))

@@ -29,12 +29,8 @@ pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(580)]
 JOBS = () if REAL else ("--choice", "graph", "--sizes", "1M", "--seconds", "4")
 KEPT_MIB = 16 if REAL else 200
 """GPU memory that may stay: of a virtual GPU what MPS keeps once programs were there."""
-EVALUATED = ("--sizes", "1M", "--collectives", "all_reduce,send_recv", "--rounds", "6")
-EVALUATED += ("--seconds", "60")
 TUNED = ("--tune", "--sizes", "64K,1M", "--seconds", "60")
-ON_TWO = pytest.mark.skipif(
-    not REAL, reason="test_evaluate_on_gpus.py and test_size_tuning_on_gpus.py do it on two"
-)
+ON_TWO = pytest.mark.skipif(not REAL, reason="test_size_tuning_on_gpus.py does it on two")
 """Jobs of all virtual GPUs start slowly, and these commands start a hundred."""
 
 
@@ -133,11 +129,6 @@ def test_explain_check_and_preflight_measure_again(tccl, directory):
     tccl("explain", directory, "--max-sets", "4", "--max-causes", "1", **SHARE)
     tccl("check", directory, "--max-seconds", "45", codes=(0, 1), **SHARE)
     tccl("check", directory, "--preflight", "--json", codes=(0, 1), **(SHARE | _pinned()))
-
-
-@ON_TWO
-def test_evaluate_has_a_table_of_collectives(tccl, directory):
-    tccl("evaluate", directory, *EVALUATED, *PINNED)
 
 
 @ON_TWO

@@ -16,7 +16,6 @@ from tccl_py.plan.tables import kept_files
 from tccl_py.planning.jobs import plan_of_job
 from tccl_py.readers.hosts import HostSlots
 from tests.namespaces import PAYLOAD, RACKS, ended, namespaces_in, near
-from tests.skips import mark_needs
 from tests.test_cli_plan import done
 
 pytestmark = pytest.mark.mpi
@@ -179,20 +178,3 @@ def test_every_pair_of_the_grown_plan_gets_what_its_links_have(grown, tmp_path):
         done("export", after, "--hosts", ",".join(pair), "-o", place)
         slowest = SLOW_GBPS if "h3" in pair else LINK_GBPS
         assert load_plan(place).rate_gbps == near(slowest * PAYLOAD)
-
-
-@mark_needs("torch")
-def test_jobs_of_all_hosts_and_of_half_are_evaluated(planned, namespaces):
-    _, directory = planned
-    ran = namespaces.run(
-        "evaluate", str(directory), "--backend", "host", "--sizes", "4K",
-        "--collectives", "all_reduce", "--seconds", "250", "--no-checks", "--json", hosts=GIVEN,
-        timeout_s=300,
-    )  # fmt: skip
-    assert ran.code == 0, ran.stderr
-    found = json.loads(ran.stdout)
-    order = load_plan(directory).host_order
-    assert {tuple(cell["hosts"]) for cell in found["cells"]} == {order, order[:2]}
-    assert {cell["collective"] for cell in found["cells"]} == {"all_reduce"}
-    assert len({cell["arm"] for cell in found["cells"]}) >= 2
-    assert len(found["cells"]) % 2 == 0 and found["left_out"] == []
