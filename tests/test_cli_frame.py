@@ -126,7 +126,7 @@ BAD = {
     "machine of another name": (("advise", "dgx"), f"machine 'dgx': {NEITHER}; there are amd-3090"),
     "bundled machine as directory": (
         ("plan", "amd-v100"),
-        "DIR amd-v100: is a bundled machine; write `tccl plan my-plan --simulate amd-v100`",
+        "DIR amd-v100: is a bundled machine; write --simulate amd-v100, and a DIR of",
     ),
     "program's options": (
         ("run", "box", "python", "-c", "pass"),

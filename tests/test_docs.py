@@ -98,6 +98,14 @@ def test_commands_and_options_that_are_typed_exist(page, line):
     assert used <= options
 
 
+def test_sets_of_one_machine_are_typed_without_what_a_shell_takes_for_a_redirection():
+    helps = [COMMANDS[name].help for name in ("measure", "overlap")]
+    texts = [blocks(page, language) for page in PAGES for language in ("sh", "console")]
+    lines = [one for text in [*helps, *texts] for one in text.splitlines() if "tccl " in one]
+    assert sum(bool(re.search(r" 0:\d", one)) for one in lines) > 8
+    assert [one for one in lines if re.search(r"(?<!\.)\b[GC]\d+->", one)] == []
+
+
 def test_a_directory_in_the_documents_means_one_plan():
     plans: dict[str, set[str]] = {}
     for page in [*PAGES, ROOT / "README.md", ROOT / "tccl_py/cli/plan.py"]:

@@ -81,10 +81,9 @@ def measure(
     Examples:
 
         tccl measure 0:1 0:1,blocks=16+1:0,blocks=16
-        tccl measure "G0->G0->G1{blocks=16} G1->G1->G0{blocks=16}"
         tccl measure --csv
-        tccl measure "G0->G0->G4 G1->G1->G5" --simulate asus-esc8000a-e13p
-        tccl measure "G0->G0->C0->G1->G1" --backend host --devices 2
+        tccl measure 0:4+1:5 --simulate asus-esc8000a-e13p
+        tccl measure 0:C0:1 --backend host --devices 2
         mpirun -N 1 tccl measure "h0.C0->h0.N0->h1.N0->h1.N0->h1.C0"
     """
     asked = SimpleNamespace(**locals())

@@ -29,7 +29,7 @@ _DRY_RUN = "add --backend gloo for a dry run in host memory"
 def overlap(
     sets: list[str] | None = arg(
         "[SET]...",
-        "Pairs to run one after the other and together, as 'G0->G2 G0->G3'; both ways, out of one "
+        "Pairs to run one after the other and together, as 0:2+0:3; both ways, out of one "
         "GPU, into one and through one if not given.",
         None,
     ),
@@ -51,7 +51,7 @@ def overlap(
     Examples:
 
         tccl overlap
-        tccl overlap 'G0->G2 G0->G3' 'G2->G0 G0->G3' --size 64
+        tccl overlap 0:2+0:3 2:0+0:3 --size 64
         tccl overlap --backend gloo --size 4
     """
     one_of("--backend", backend, get_args(Backend))

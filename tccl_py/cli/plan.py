@@ -129,7 +129,7 @@ def plan(
         raise InputError("DIR", what, "name one, as in `tccl plan my-plan`")
     (output,) = directories
     if simulate is None and str(output) in bundled_names() and not output.exists():
-        right = f"write `tccl plan my-plan --simulate {output}`"
+        right = f"write --simulate {output}, and a DIR of another name"
         raise InputError(f"DIR {output}", "is a bundled machine", right)
     request = PlanRequest(
         simulate=simulate,
