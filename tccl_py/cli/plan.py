@@ -237,17 +237,20 @@ def plan_by_workload(
 def until_jobs_decide(made: Plan) -> Plan:
     """Return a host's plan that recommends default NCCL until jobs show what harms no row.
 
-    What is fastest for large all-reduces may slow small messages, send/recv and all-to-all, and no
-    rule tells how much. A model's plan, which no job here can judge, recommends what it predicts.
+    Where that fails it is the smallest choice that runs. What is fastest for large all-reduces may
+    slow small messages, send/recv and all-to-all, and no rule tells how much. A model's plan, which
+    no job here can judge, recommends what it predicts.
     """
     if made.winner is not None or made.simulated or made.dry_run or not files_of(made).for_all_jobs:
         return made
     default = replace(made, winner="default")
     if made.recommended != default.recommended:
-        names = [name for name in made.choices if name in ("large-buffers", made.recommended)]
-        words = (choice_words(name, made.choices[name].settings) for name in names)
+        least = choice_words(default.recommended, default.job_settings)
+        names = {"large-buffers", made.recommended} - {default.recommended}
+        ways = made.choices.items()
+        words = (choice_words(name, way.settings) for name, way in ways if name in names)
         notice(
-            "default NCCL is recommended until jobs have run: `tccl verify DIR` tells whether "
+            f"{least} is recommended until jobs have run: `tccl verify DIR` tells whether "
             f"{' or '.join(words)} loses in any row, and else makes it the plan's choice"
         )
     return default

@@ -91,8 +91,8 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             if name in self.left_out:
                 continue
             variables = dict(self.plan.pinned_env)
-            if self.plan.connects_by_variables:
-                variables |= environment(self.plan.variables.settings)
+            if self.plan.control != "default":
+                variables |= environment(self.plan.choices[self.plan.control].settings)
             if name != "default":
                 variables |= self._variables(name)
             arm = Arm(

@@ -30,6 +30,8 @@ class LinkFact(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     since trying may do harm. `not measured`: no transfer over it could be measured."""
     what: str = ""
     """A clause with the reason, as "nothing that GPU 1 writes arrives"."""
+    verdict: LinkVerdict = "fails"
+    """What NCCL does over a broken one."""
 
 
 class PairProof(

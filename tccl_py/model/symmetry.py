@@ -112,10 +112,15 @@ def _coloured_graph(machine: Machine, knowledge: Knowledge, gpus: Sequence[int] 
         graph.add_node(tail, colour=("peer-target", fact.supported))
         for start, end in ((f"G{fact.source}", head), (head, tail), (tail, f"G{fact.target}")):
             graph.add_edge(start, end, colour=("peer",))
+    for link_fact in knowledge.links or ():
+        middle = f"link {link_fact.one} {link_fact.other}"
+        graph.add_node(middle, colour=("link", link_fact.state))
+        for gpu in (f"G{link_fact.one}", f"G{link_fact.other}"):
+            graph.add_edge(gpu, middle, colour=("link",))
     if gpus is not None:
-        for gpu in machine.gpus:
-            node = graph.nodes[gpu.id]
-            node["colour"] = (*node["colour"], "in" if gpu.index in gpus else "out")
+        for device in machine.gpus:
+            node = graph.nodes[device.id]
+            node["colour"] = (*node["colour"], "in" if device.index in gpus else "out")
     return graph
 
 

@@ -26,7 +26,7 @@ from tccl_py.model.transfer import (
 )
 from tccl_py.nccl.settings import Settings, check_settings, environment_text
 from tccl_py.nccl.system import PathType
-from tccl_py.nccl.versions import ASSUMED, Level, version_facts
+from tccl_py.nccl.versions import ASSUMED, LEVELS, Level, version_facts
 from tccl_py.nccl.view import NcclView, view
 
 MechanismKind = Literal["write", "read", "bounce", "network"]
@@ -65,7 +65,8 @@ def _copy_engines(settings: Settings, kind: MechanismKind) -> tuple[Side, ...]:
 def hop_space(topo: NcclView, *, rings_in_set: int = 1) -> HopSpace:
     """Return one hop per ordered pair, by the mechanism the settings give the pair.
 
-    The space is empty where NCCL would send any pair over NICs: it may then cut the node in parts.
+    The space is empty where NCCL would send any pair over NICs: it may then cut the node in parts;
+    and where it would use a link that no plan may use.
     Every hop is moved by the final channels' blocks, shared evenly by the rings of a set. With
     placement a bounce has a hop for each NUMA node, the sender's own first. Pairs that NCCL joins
     through the memory of a GPU between, as they have no P2P, have no hop: no source measures that.
@@ -75,7 +76,7 @@ def hop_space(topo: NcclView, *, rings_in_set: int = 1) -> HopSpace:
     channels = final_channels(settings, sm=topo.system.sm_min)
     blocks = blocks_of_ring(topo, rings_in_set)
     hops = {}
-    for pair in permutations(topo.gpus, 2) if not topo.by_network else ():
+    for pair in () if topo.by_network or topo.unsound else permutations(topo.gpus, 2):
         kind = pair_mechanism(topo, *pair)
         if kind in ("write", "read") and not topo.knowledge.can_access(topo.machine, *pair):
             continue
@@ -273,12 +274,18 @@ def combinations(search: Search, **only: Sequence[Any]) -> Iterator[dict[str, An
         yield dict(zip((row.setting for row in rows), values, strict=True))
 
 
-def expressible(version: str = ASSUMED, *, p2p_level: Level | None = None) -> tuple[Settings, ...]:
+def expressible(
+    version: str = ASSUMED, *, p2p_level: Level | None = None, every_level: bool = False
+) -> tuple[Settings, ...]:
     """Return every combination of mechanism switches of this NCCL version, defaults first.
 
-    Channels and FIFO size are NCCL's defaults; `p2p_level` fixes the level (None: any).
+    Channels and FIFO size are NCCL's defaults; `p2p_level` fixes the level (None: any). With
+    `every_level` all that this version knows are tried, LOC first.
     """
     only: dict[str, Sequence[object]] = {} if p2p_level is None else {"p2p_level": [p2p_level]}
+    if every_level and p2p_level is None:
+        unknown = version_facts(version).unknown_levels
+        only["p2p_level"] = [None, *(level for level in LEVELS if level not in unknown)]
     if not version_facts(version).shm_copy_engine:
         only["shm_copy_engine"] = [None]
     switches = combinations("mechanisms", **only)
@@ -297,16 +304,19 @@ def candidates(
     """Return settings under which the pairs' mechanisms differ, with this number of channels.
 
     Of settings with equal outcome the first is returned, which departs least from NCCL's defaults.
-    `p2p_level` fixes the level (None: any).
+    `p2p_level` fixes the level (None: any). Where there are links that no plan may use, no settings
+    use them; then all levels are tried, no P2P first.
     """
     distinct: dict[tuple[object, ...], Settings] = {}
     views: dict[tuple[Level | None, bool], NcclView] = {}
-    for settings in expressible(version, p2p_level=p2p_level):
+    for settings in expressible(version, p2p_level=p2p_level, every_level=bool(knowledge.links)):
         # No other switch changes the paths, and defaults come first.
         key = settings.p2p_level, settings.net_disable_intra
         if key not in views:
             views[key] = view(machine, knowledge, settings, gpus=gpus)
         topo = replace(views[key], settings=settings)
+        if topo.unsound:
+            continue
         # Settings change mechanisms, and the NUMA nodes of bounces' buffers.
         outcome: list[object] = []
         for pair in permutations(topo.gpus, 2):

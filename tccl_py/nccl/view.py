@@ -12,9 +12,10 @@ from functools import lru_cache
 from itertools import pairwise, permutations, product
 
 from tccl_py.errors import InputError
+from tccl_py.model.links import LinkFact
 from tccl_py.model.machine import Knowledge, Machine, Nic
 from tccl_py.model.transfer import index_of
-from tccl_py.nccl.paths import Direction, TopoPaths, shortest_paths, with_policy
+from tccl_py.nccl.paths import Direction, TopoPath, TopoPaths, shortest_paths, with_policy
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.system import PathType, System, build_system
 from tccl_py.nccl.versions import AMD, Level
@@ -69,6 +70,23 @@ class NcclView:
         """Numbers of the NICs that NCCL may use, ascending."""
         return tuple(sorted(index_of(net) for net in self.system.nets))
 
+    @property
+    def p2p(self) -> frozenset[tuple[int, int]]:
+        """The pairs of GPUs of which one maps the other's memory, relays to GPUs and NICs included.
+
+        The lower index is the first.
+        """
+        ways = [(pair, self.plain[pair]) for pair in self.direct - self.by_network]
+        ways += [(ends, self.paths[ends]) for ends in product(self.system.gpus, self.system.nets)]
+        stops = ([ends[0], *_gpus_on(self.system, path)] for ends, path in ways)
+        pairs = (map(index_of, pair) for names in stops for pair in pairwise(names))
+        return frozenset((min(pair), max(pair)) for pair in map(tuple, pairs))
+
+    @property
+    def unsound(self) -> tuple[LinkFact, ...]:
+        """The links that no plan may use, and some communicator of these GPUs uses by P2P."""
+        return _unsound(self.machine, self.gpus, self.knowledge, _of_view(self.settings))
+
     def farthest(self, pairs: Iterable[tuple[int, int]]) -> str:
         """Return the name of the farthest path between pairs of GPUs, as NCCL's tuner reads it."""
         types = (self.paths[f"G{source}", f"G{target}"].type for source, target in pairs)
@@ -85,8 +103,11 @@ def view(
     """Return NCCL's view for a communicator over `gpus` (NVML indices; None is all GPUs)."""
     settings = settings or Settings()
     order = tuple(sorted(machine.gpu_indices if gpus is None else gpus))
-    restricted = Settings(**{name: getattr(settings, name) for name in _VIEW_FIELDS})
-    return replace(_view_of(machine, order, knowledge, restricted), settings=settings)
+    return replace(_view_of(machine, order, knowledge, _of_view(settings)), settings=settings)
+
+
+def _of_view(settings: Settings) -> Settings:
+    return Settings(**{name: getattr(settings, name) for name in _VIEW_FIELDS})
 
 
 def direct_pairs(
@@ -199,8 +220,30 @@ def _direct(
     path = paths[pair]
     if path.type > level:
         return False
-    stops = [pair[0], *(link.target for link in path.links if link.target in system.sm)]
     return all(
         knowledge.can_access(system.machine, index_of(source), index_of(target))
-        for source, target in pairwise(stops)
+        for source, target in pairwise([pair[0], *_gpus_on(system, path)])
+    )
+
+
+def _gpus_on(system: System, path: TopoPath) -> list[str]:
+    """Return the GPUs that a path leads to, in order."""
+    return [link.target for link in path.links if link.target in system.sm]
+
+
+@lru_cache(maxsize=256)
+def _unsound(
+    machine: Machine, gpus: tuple[int, ...], knowledge: Knowledge, settings: Settings
+) -> tuple[LinkFact, ...]:
+    """Return the facts on links that a communicator of all GPUs uses, or one of their two GPUs."""
+    facts = {
+        (fact.one, fact.other): fact
+        for fact in knowledge.links or ()
+        if {fact.one, fact.other} <= set(gpus) and settings.p2p_level != "LOC"
+    }
+    used = view(machine, knowledge, settings, gpus=gpus).p2p if facts else frozenset()
+    return tuple(
+        fact
+        for pair, fact in facts.items()
+        if pair in used or pair in view(machine, knowledge, settings, gpus=pair).p2p
     )

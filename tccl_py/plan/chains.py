@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar, get_args
 
 import msgspec
 
+from tccl_py.model.links import LinkFact, LinkVerdict
 from tccl_py.model.machine import Machine
 from tccl_py.model.measurement import IN_DRY_RUN, mark
 from tccl_py.model.rings import Hop, Ring, joined, on_host, receiving_nic, sending_nic
@@ -129,6 +130,7 @@ class PlannedHost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 ChoiceName = Literal["default", "large-buffers", "variables", "graph"]
 CHOICES: tuple[ChoiceName, ...] = get_args(ChoiceName)
 """Ways to run NCCL, the smallest intervention first: large buffers change less than variables."""
+_MOST_REASONS = 3
 BY_VARIABLES: tuple[ChoiceName, ...] = ("large-buffers", "variables")
 """Those that are variables alone."""
 
@@ -157,6 +159,32 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 MOST_FAILING = 16
 """Pairs that a Failure lists."""
+
+
+def failure_over(facts: Sequence[LinkFact], host: str = "") -> Failure | None:
+    """Return how NCCL fails that uses these links of a host; None if none of them is broken."""
+    broken = [fact for fact in facts if fact.state == "broken"]
+
+    def name(gpu: int) -> int | str:
+        return f"{host} GPU {gpu}" if host else gpu
+
+    pairs = tuple(FailingPair(name(f.one), name(f.other)) for f in broken[:MOST_FAILING])
+    # In the order of LinkVerdict, the worst first.
+    verdicts = sorted((fact.verdict for fact in broken), key=get_args(LinkVerdict).index)
+    return Failure(verdict=verdicts[0], pairs=pairs) if broken else None
+
+
+def why_unsound(facts: Sequence[LinkFact]) -> str:
+    """Return why links may not be used, in a clause: of broken ones if there are any.
+
+    >>> why_unsound([LinkFact(one=0, other=1, state="not proven")])
+    'P2P between GPUs 0 and 1 is not proven'
+    """
+    state = min((fact.state for fact in facts), default="")
+    worst = [fact for fact in facts if fact.state == state]
+    reasons = [f.what or f"P2P between GPUs {f.one} and {f.other} is {state}" for f in worst]
+    shown = list(dict.fromkeys(reasons))
+    return "; ".join([*shown[:_MOST_REASONS], *["..."] * (len(shown) > _MOST_REASONS)])
 
 
 class PlanChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

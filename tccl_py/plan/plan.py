@@ -316,11 +316,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
         A choice that runs is better than any that fails.
         """
-        running = {name: self.rates[name] for name, way in self.choices.items() if not way.fails}
+        running = {name: self.rates[name] for name in self._running}
         name = self.winner or as_good(running or self.rates)
-        if name == "default" and self.connects_by_variables:
-            return "variables"
-        return name if name in running or not running else as_good(running)
+        return self.control if name == "default" or name not in running else name
 
     @property
     def is_by_variables(self) -> bool:
@@ -328,10 +326,21 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return self.recommended in BY_VARIABLES
 
     @property
-    def connects_by_variables(self) -> bool:
-        """Whether NCCL makes connections only with variables: jobs of its own rings have them."""
-        cabled = bool(self.cluster.cables) and self.stock.rate_gbps is None
-        return (cabled or self.stock.fails is not None) and self.variables.fails is None
+    def control(self) -> ChoiceName:
+        """The smallest choice that runs, as far as is known, with whose jobs others are compared.
+
+        It is default NCCL unless that fails, or makes connections only with variables.
+        """
+        if self.cluster.cables and self.stock.rate_gbps is None and not self.variables.fails:
+            return "variables"
+        return next(iter(self._running), "default")
+
+    @property
+    def _running(self) -> list[ChoiceName]:
+        """Choices that run; one without a rate may not, where some links may not be used."""
+        doubtful = any(host.knowledge.links for host in self.cluster.classes)
+        ways = self.choices.items()
+        return [n for n, way in ways if not (way.fails or (doubtful and way.rate_gbps is None))]
 
     @property
     def rates(self) -> dict[ChoiceName, tuple[float, float]]:

@@ -126,7 +126,8 @@ class ClassRates:
     def may_answer(self, settings: Settings, count: int) -> bool:
         """Return whether `best_under` may find chains: they share the channels evenly."""
         stored = self._best.get((settings, count)) is not None
-        return stored or (self.searches and settings.channels % count == 0)
+        possible = settings.channels % count == 0 and not self.view(settings).unsound
+        return stored or (self.searches and possible)
 
     def best_under(self, settings: Settings, count: int) -> KeptChains | None:
         """Return the best set of so many chains; None if there is none."""

@@ -19,7 +19,14 @@ from tccl_py.nccl.settings import (
     shell_words,
 )
 from tccl_py.nccl.versions import why_no_plugin
-from tccl_py.plan.chains import AS_GOOD, ChoiceName, PlanChoice, SubsetRings, as_good
+from tccl_py.plan.chains import (
+    AS_GOOD,
+    ChoiceName,
+    PlanChoice,
+    RatedChoice,
+    SubsetRings,
+    as_good,
+)
 from tccl_py.plan.directory import files_of, graph_files
 from tccl_py.plan.plan import Plan
 
@@ -68,8 +75,8 @@ def advice(plan: Plan) -> str:
 def _advice(plan: Plan) -> str:
     name, gain = plan.recommended, plan.gain(plan.recommended)
     times = "" if gain is None else f": {gain:.2f}x default NCCL ({plan.expected})"
-    if failure := plan.choices["default"].fails:
-        times = f": default NCCL fails ({failure.verdict})"
+    if why := _why_not_default(plan):
+        times = f": {why}; {_rate_words(plan.choices[name])}"
     if failure := plan.choices[name].fails:
         return f"No choice runs: NCCL fails ({failure.verdict})."
     variables = environment_text(plan.job_settings)
@@ -79,7 +86,8 @@ def _advice(plan: Plan) -> str:
         none = f". No variable or graph file {ended if early else 'is clearly faster'}."
         return f"Leave NCCL as it is{_offered(plan) or none}"
     if plan.is_by_variables:
-        return f"Set {variables}{times}. No graph file {ended if early else 'is needed'}."
+        none = f". No graph file {ended if early else 'is needed'}."
+        return f"Set {variables}{times}{_offered(plan) or none}"
     if plan.needs_plugin:
         by = "Load the NCCL plugin"
         if why_no_plugin(plan.settings.version):
@@ -92,21 +100,46 @@ def _advice(plan: Plan) -> str:
 
 def _offered(plan: Plan) -> str:
     """Return what would be faster for large all-reduces, where more than these decided; or ""."""
+    base, rates = "default NCCL", plan.rates
     gains = {name: plan.gain(name) or 0.0 for name in plan.choices}
+    if _why_not_default(plan):
+        base = environment_text(plan.choices[plan.control].settings)
+        gains = {name: rate / rates[plan.control][0] for name, (rate, _) in rates.items()}
     note = plan.variables.note
     name = (
         "variables"
         if note and gains["variables"] > 1 + AS_GOOD
         else max(gains, key=lambda choice: gains[choice])
     )
-    if plan.winner is None or gains[name] <= 1 + AS_GOOD:
+    decided = plan.winner is None or plan.recommended != plan.control
+    if decided or gains[name] <= 1 + AS_GOOD:
         return ""
-    gain = f"{gains[name]:.2f}x default NCCL ({plan.choices[name].expected})"
+    gain = f"{gains[name]:.2f}x {base} ({plan.choices[name].expected})"
     if name == "variables" and note:
         variables = environment_text(plan.variables.settings)
         return f", or set {variables} where large messages decide: {gain}, but {note}."
     how = choice_words(name, plan.choices[name].settings)
     return f". For large all-reduces alone {gain} by {how}."
+
+
+_VERBS = {"hangs": "hangs", "wrong values": "gives wrong values"}
+"""What NCCL does that fails so."""
+
+
+def _why_not_default(plan: Plan) -> str:
+    """Return how default NCCL fails, or that it has no rate as some links are not sound; or ""."""
+    default = plan.choices["default"]
+    since = f", since {default.note}" if default.note else ""
+    if default.fails:
+        verdict = default.fails.verdict
+        return f"default NCCL {_VERBS.get(verdict, verdict)} here{since}"
+    doubtful = default.rate_gbps is None and plan.control != "default" and not plan.cluster.cables
+    return f"default NCCL is not rated{since}" if doubtful else ""
+
+
+def _rate_words(choice: RatedChoice) -> str:
+    without = " without P2P" if choice.settings.p2p_level == "LOC" else ""
+    return f"{choice.best_known_gbps or 0.0:.2f} GB/s{without} ({choice.expected})"
 
 
 def settings_words(settings: Settings) -> str:

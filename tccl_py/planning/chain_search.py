@@ -56,12 +56,14 @@ class HostTask(Task, frozen=True, kw_only=True):
     """Planning a host of several: rings are chains by `nics`, closed through the world outside.
 
     With a `pairing` the chains have just these pairs of NICs; else NICs are used evenly, if not
-    `uneven`. Hosts with `cables` leave by another NIC than their entry.
+    `uneven`. Hosts with `cables` leave by another NIC than their entry. NCCL's own chains are rated
+    under `sound` settings where default NCCL uses links on some class that no plan may use.
     """
 
     pairing: Pairing | None = None
     uneven: bool = False
     cabled: bool = False
+    sound: Settings | None = None
 
     @property
     def default_settings(self) -> Settings:
@@ -168,6 +170,8 @@ class ClassStudy(ClassRates):
         task = self.task
         rated = rated_choices(task, needed_variables)
         default, variables = rated.default, rated.variables
+        if task.sound is not None:
+            (variables,) = needed_variables(task, default)
         space = task.space(variables.settings, 1)
         sets = [set_ for n in task.ring_counts for set_ in initial_chains(space, task.nics, n)]
         search = SettingsSearch(task, rated, sets)
@@ -334,6 +338,9 @@ class ClassStudy(ClassRates):
 
 def needed_variables(task: Task, default: Stock | None) -> Iterator[Stock]:
     """Yield NCCL's own chains under the variables without which they have no rate, if any."""
+    if isinstance(task, HostTask) and task.sound is not None:
+        yield rated_stock(task, task.sound, task.own_choice(task.sound), well=True)
+        return
     usual = default_choice_or_sys(task.view(task.default_settings), nodes=2)
     if default is not None and not usual.assumed_sys:
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from math import inf
@@ -14,7 +15,7 @@ from tccl_py.nccl.graph_search import DefaultChoice
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.transport import candidates, chunk_bytes, values_of
 from tccl_py.nccl.versions import version_facts
-from tccl_py.plan.chains import AS_GOOD, preferred
+from tccl_py.plan.chains import AS_GOOD, preferred, why_unsound
 from tccl_py.planning.request import Rings, Task, of_transports, rings_under
 from tccl_py.planning.study import (
     SIMPLE_ORDER,
@@ -242,7 +243,8 @@ def rated_choices(task: Task, variables: Variables | None = None) -> Rated:
     settings = task.default_settings
     if task.own_rings is not None:
         # An installed NCCL is asked now: later the source may have the GPUs to itself.
-        task.own_rings([of_transports(kind) for kind in (settings, *mechanisms(task))])
+        asked = (kind for kind in (settings, *mechanisms(task)) if not task.unsound(kind))
+        task.own_rings([of_transports(kind) for kind in asked])
     default, note = _default(task, settings)
     tried = [] if default is None else [default]
     cancelled = False
@@ -257,7 +259,7 @@ def rated_choices(task: Task, variables: Variables | None = None) -> Rated:
         raise SearchError("no settings of NCCL give every GPU a hop that can be measured")
     best = _smallest(tried)
     # Between hosts NCCL has buffers of other sizes as well.
-    large = None if default is None or task.nics else _large_buffers(task, best, default, tried)
+    large = None if task.nics else _large_buffers(task, best, default, tried)
     if best is not default and not cancelled:
         best = _rated_well(task, best)
         large = None if large is None else _rated_well(task, large)
@@ -266,8 +268,16 @@ def rated_choices(task: Task, variables: Variables | None = None) -> Rated:
     )
 
 
-def _large_buffers(task: Task, best: Stock, default: Stock, tried: Sequence[Stock]) -> Stock | None:
-    """Return the best variables that keep default NCCL's chunks, if `best` does not; or None."""
+def _large_buffers(
+    task: Task, best: Stock, default: Stock | None, tried: Sequence[Stock]
+) -> Stock | None:
+    """Return the best variables that keep default NCCL's chunks, if `best` does not; or None.
+
+    Where links keep default NCCL from a rate, they are the fewest variables.
+    """
+    if default is None:
+        few = _fewest(tried) if task.unsound(task.default_settings) else best
+        return None if few.settings == best.settings else few
     chunk = chunk_bytes(task.view(default.settings))
 
     def keeps_chunks(choice: Stock) -> bool:
@@ -282,13 +292,17 @@ def _large_buffers(task: Task, best: Stock, default: Stock, tried: Sequence[Stoc
 def _smallest(tried: Sequence[Stock], worth: float = WORTH) -> Stock:
     """Return of the choices within `worth` of the best the one with fewest variables, channels."""
     most = max(choice.rate_gbps for choice in tried)
-    near = [choice for choice in tried if choice.rate_gbps * (1 + worth) >= most]
+    return min((choice for choice in tried if choice.rate_gbps * (1 + worth) >= most), key=_cost)
 
-    def cost(choice: Stock) -> tuple[int, int]:
-        settings = choice.settings
-        return len(environment(settings)), max(choice.nccl.channels, settings.min_channels or 0)
 
-    return min(near, key=cost)
+def _fewest(tried: Sequence[Stock]) -> Stock:
+    """Return of the choices with the fewest variables the fastest."""
+    return min(tried, key=lambda choice: (_cost(choice)[0], -choice.rate_gbps))
+
+
+def _cost(choice: Stock) -> tuple[int, int]:
+    settings = choice.settings
+    return len(environment(settings)), max(choice.nccl.channels, settings.min_channels or 0)
 
 
 def _rated_well(task: Task, choice: Stock) -> Stock:
@@ -304,6 +318,8 @@ def interval(measurement: Measurement) -> float:
 
 def _default(task: Task, settings: Settings) -> tuple[Stock | None, str]:
     """Rate NCCL as it runs without this project, with a note on anything special."""
+    if facts := task.unsound(settings):
+        return None, why_unsound(facts)
     by_network, nccl = task.view(settings).by_network, task.own_choice(settings)
     unknown = "NCCL joins {} and {} over their NICs, at a rate that is not known"
     if by_network and not task.nics:
@@ -392,6 +408,19 @@ def own_gbps(task: Task, settings: Settings) -> float:
         return 0.0 if task.view(settings).by_network else inf
     except MeasurementError:
         return inf
+
+
+def sound_gpus(task: Task) -> tuple[int, ...]:
+    """Return the GPUs between which default NCCL uses sound links alone.
+
+    One after the other that has the most links which are not is left out.
+    """
+    gpus = task.gpus
+    while facts := task.over(gpus).unsound(task.default_settings):
+        counts = Counter(gpu for fact in facts for gpu in (fact.one, fact.other))
+        worst = max(counts, key=lambda gpu: (counts[gpu], gpu))
+        gpus = tuple(gpu for gpu in gpus if gpu != worst)
+    return gpus
 
 
 def as_graph(choice: Stock) -> Stock:

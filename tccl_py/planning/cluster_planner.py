@@ -6,24 +6,28 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import combinations, combinations_with_replacement, islice
+from math import inf
 from typing import Any
 
 import msgspec
 
 from tccl_py.errors import InputError, MeasurementError, SearchError
+from tccl_py.files import picked
 from tccl_py.merge.cables import cabled_ring
 from tccl_py.model.cluster import Cluster, Host, NodeClass, cabled_nics, gpus_text
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.reports import part_of
 from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.nccl.versions import ASSUMED
+from tccl_py.nccl.view import view
 from tccl_py.plan.chains import Order
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.tables import ClassRates, KeptTable
 from tccl_py.planning.chain_search import ClassStudy, HostTask, used_nics
+from tccl_py.planning.choices import mechanisms, own_gbps
 from tccl_py.planning.join import best_rings, plan_over
 from tccl_py.planning.parts import answered, job_gpus
-from tccl_py.planning.request import PlanRequest, all_limited, task_for
+from tccl_py.planning.request import PlanRequest, all_limited, of_transports, task_for
 from tccl_py.search.problem import Reporter
 from tccl_py.sources.bench import Allowance, Bench
 
@@ -120,10 +124,41 @@ class SeveralHosts:
     def _study(self) -> None:
         """Search every class, each in its part of the first half of the time."""
         self.nodes.clear()
+        sound = self._sound_settings()
+        replace = msgspec.structs.replace
+        self.tasks = [task and replace(task, sound=sound) for task in self.tasks]
         for number, ids in enumerate(self.gpus):
             self.allowance.allow((number + 1) / len(self.gpus) / 2)
             allow = partial(self.allowance.allow, 3 / 4)
             self.nodes.append(self._node(number, ids, allow=allow))
+
+    def _sound_settings(self) -> Settings | None:
+        """Return the variables under which NCCL's own rings are fastest over sound links alone.
+
+        None is default NCCL, which uses no link on any class that no plan may use.
+        """
+        tasks = [task for task in self.tasks if task is not None]
+        hosts = list(zip(self.cluster.classes, self.gpus, strict=True))
+
+        def unsound(settings: Settings) -> bool:
+            views = (view(h.machine, h.knowledge, settings, gpus=ids) for h, ids in hosts)
+            return any(topo.unsound for topo in views)
+
+        if not tasks or not unsound(tasks[0].default_settings):
+            return None
+        kinds = (of_transports(kind) for task in tasks for kind in mechanisms(task))
+        changes = ("p2p_level", "net_disable_intra")
+        settings = dict.fromkeys(
+            msgspec.structs.replace(tasks[0].default_settings, **picked(kind, *changes))
+            for kind in kinds
+        )
+        # Of equal ones that without P2P.
+        rates = {
+            kind: min(rate if (rate := own_gbps(task, kind)) < inf else 0.0 for task in tasks)
+            for kind in sorted(settings, key=lambda kind: kind.p2p_level != "LOC")
+            if not unsound(kind)
+        }
+        return max(rates, key=rates.__getitem__, default=None)
 
     def with_parts(self, plan: Plan) -> Iterator[Plan]:
         """Yield the plan, with notices on jobs that cannot be planned; make the tables of all."""

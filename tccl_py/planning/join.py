@@ -17,7 +17,7 @@ from tccl_py.nccl.graph_search import DefaultChain
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.versions import SWAPPING
 from tccl_py.plan.chains import AS_GOOD as WORTH
-from tccl_py.plan.chains import PlanChoice, preferred
+from tccl_py.plan.chains import Failure, PlanChoice, failure_over, preferred
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.retuning import ends_as_measured
 from tccl_py.plan.tables import ClassRates, OwnChains
@@ -187,10 +187,27 @@ def _own_choices(cluster: Cluster, nodes: Sequence[ClassRates]) -> tuple[PlanCho
     rated = [node.plain for node in nodes if isinstance(node.plain, OwnChains)]
     if len(rated) == len(nodes):
         return _own_choice(cluster, nodes, rated), variables
-    note = next(node.plain for node in nodes if isinstance(node.plain, str))
+    notes = (node.plain for node in nodes if isinstance(node.plain, str))
     settings = nodes[0].kept.default_settings
-    default = PlanChoice(settings=settings, rings=variables.rings, rate_gbps=None, note=note)
+    default = PlanChoice(
+        settings=settings,
+        rings=variables.rings,
+        rate_gbps=None,
+        note=next(filter(None, notes), ""),
+        fails=_failure(cluster, nodes, settings),
+    )
     return default, variables
+
+
+def _failure(cluster: Cluster, nodes: Sequence[ClassRates], settings: Settings) -> Failure | None:
+    """Return how NCCL fails over broken links of the first host of each class, if it does."""
+    firsts = {number: name for name, number in reversed(cluster.host_classes.items())}
+    failures = [
+        failure_over(node.view(settings).unsound, firsts[number])
+        for number, node in enumerate(nodes)
+        if number in firsts
+    ]
+    return next(filter(None, failures), None)
 
 
 def _own_choice(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -15,9 +16,23 @@ from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.measurement import BandwidthSource, Measurement, dealt
 from tccl_py.nccl.settings import Settings, check_settings, pinned_level, pinned_values
 from tccl_py.nccl.versions import ASSUMED, plain_version
-from tccl_py.plan.chains import CUT_SHORT, Alternative, Order, PlanChoice, plan_chain
+from tccl_py.plan.chains import (
+    CUT_SHORT,
+    Alternative,
+    Order,
+    PlanChoice,
+    failure_over,
+    plan_chain,
+)
 from tccl_py.plan.plan import Plan
-from tccl_py.planning.choices import SettingsSearch, as_graph, interval, rated_choices
+from tccl_py.planning.choices import (
+    SettingsSearch,
+    as_graph,
+    interval,
+    own_gbps,
+    rated_choices,
+    sound_gpus,
+)
 from tccl_py.planning.request import (
     DEFAULT_BUDGET,
     OwnRings,
@@ -177,7 +192,8 @@ class OneHost:
             for choice in searched
         )
         # Over NVLink through another GPU default NCCL may be faster than what has a rate.
-        relays = rated.default is None and not task.view(task.default_settings).by_network
+        default_view = task.view(task.default_settings)
+        relays = rated.default is None and not (default_view.by_network or default_view.unsound)
         winner = "default" if relays else None
         return msgspec.structs.replace(
             plan,
@@ -191,7 +207,8 @@ class OneHost:
         # Two sets, which those for subsets of GPUs must not use up.
         rings = self.choices[plan.recommended].rings
         limit = limit_gbps(self.task.source, rings, assumed=plan.assumed)
-        plan = msgspec.structs.replace(plan, limit_gbps=limit)
+        notices = (*plan.notices, *sound_part(self.task, plan))
+        plan = msgspec.structs.replace(plan, limit_gbps=limit, notices=notices)
         yield plan
         asked = self.request.subsets
         if asked or (asked is None and plan.recommended != "default"):
@@ -201,11 +218,28 @@ class OneHost:
             yield msgspec.structs.replace(plan, subsets=parts)
 
 
+def sound_part(task: Task, plan: Plan) -> Iterator[str]:
+    """Yield a notice with default NCCL's bandwidth on the GPUs between which links are sound."""
+    gpus = sound_gpus(task)
+    if len(gpus) in (1, len(task.gpus)):
+        return
+    rate = own_gbps(task.over(gpus), task.default_settings)
+    if 0 < rate < inf:
+        listed = ",".join(map(str, gpus))
+        yield (
+            f"a job on GPUs {listed} alone (CUDA_VISIBLE_DEVICES={listed}) needs no variable: "
+            f"default NCCL {rate:.2f} GB/s ({plan.choices['variables'].provenance})"
+        )
+
+
 def choice_of(stock: Stock | None, note: str, task: Task) -> PlanChoice:
     """Return NCCL's own rings, measured, as a choice of a plan; None is default NCCL, unrated."""
     if stock is None:
         nccl, settings = task.own_choice(task.default_settings), task.default_settings
-        return PlanChoice(settings=settings, rings=nccl.rings, rate_gbps=None, note=note)
+        fails = failure_over(task.unsound(settings))
+        return PlanChoice(
+            settings=settings, rings=nccl.rings, rate_gbps=None, note=note, fails=fails
+        )
     return PlanChoice(
         **picked(stock, "settings", "rate_gbps"),
         rings=stock.nccl.rings,

@@ -15,6 +15,7 @@ import msgspec
 from tccl_py.errors import InputError, check_type, counted, require
 from tccl_py.files import check_value
 from tccl_py.model.cluster import Cluster, NodeClass, parse_gpus
+from tccl_py.model.links import LinkFact
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.rings import Hop, HopSpace, Ring, RingSet, ring_like, ring_set
@@ -27,12 +28,13 @@ from tccl_py.nccl.settings import (
     check_settings,
     pinned_level,
     pinned_values,
+    shell_text,
 )
 from tccl_py.nccl.system import PathType
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.versions import ASSUMED, Level
 from tccl_py.nccl.view import NcclView, view
-from tccl_py.plan.chains import Order, condensed
+from tccl_py.plan.chains import Order, condensed, why_unsound
 from tccl_py.search.problem import Budget, Reporter, SearchProblem, SetRule, check_budget
 from tccl_py.search.strategies import Strategy, strategy_name
 from tccl_py.sources.bench import Allowance, Bench, bench_for
@@ -143,6 +145,10 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
         """Return the task of searching some of the GPUs, of which no NCCL is asked."""
         return msgspec.structs.replace(self, gpus=gpus, own_rings=None)
 
+    def unsound(self, settings: Settings) -> tuple[LinkFact, ...]:
+        """Return the links that NCCL uses under these settings, and no plan may use."""
+        return self.view(settings).unsound
+
     def view(self, settings: Settings) -> NcclView:
         """Return NCCL's view of the machine under these settings."""
         return view(self.machine, self.knowledge, settings, gpus=self.gpus)
@@ -174,7 +180,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     def own_choice(self, settings: Settings) -> DefaultChoice:
         """Return NCCL's own choice; only settings of transports change it."""
         plain = of_transports(settings)
-        if self.own_rings is not None:
+        # A job over links that are not sound may hang.
+        if self.own_rings is not None and not self.unsound(plain):
             return self.own_rings([plain])[0]
         return default_choice(self.view(plain))
 
@@ -245,7 +252,7 @@ def task_for(
 ) -> T:
     """Return the task of planning for a class of hosts; half of the budget is for one search."""
     sets = max(1, (request.budget.sets or MOST_SETS) // 2)
-    return kind(
+    task = kind(
         machine=host.machine,
         knowledge=host.knowledge,
         # A journal remembers, and must hear of it when a set is wanted once more.
@@ -257,6 +264,12 @@ def task_for(
         p2p_level=pinned_level(request.pinned_env),
         **more,
     )
+    if task.p2p_level is not None and (facts := task.unsound(task.default_settings)):
+        fault = (
+            f"{shell_text(request.pinned_env)} uses links that no plan may: {why_unsound(facts)}"
+        )
+        raise InputError("pinned environment", fault, "leave it out, or pin NCCL_P2P_DISABLE=1")
+    return task
 
 
 @contextmanager
