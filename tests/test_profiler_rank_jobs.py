@@ -1,12 +1,13 @@
 """Jobs of rank processes over hosts that are agents on this machine."""
 
+import socket
 import time
 
 import pytest
 
 from tccl_profiler.cluster.agent import Agent
 from tccl_profiler.cluster.agents import RankJobs
-from tccl_profiler.cluster.messages import call_of
+from tccl_profiler.cluster.messages import Messenger, call_of
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.rank_processes.tasks import Task, decoded
 from tests.processes import alive
@@ -28,12 +29,7 @@ if rank == 0:
             meeting.accept()[0].close()
 else:
     assert "TCCL_RENDEZVOUS_DESCRIPTOR" not in os.environ
-    for address in order["addresses"]:
-        try:
-            socket.create_connection((address, order["port"]), 5).close()
-            break
-        except OSError:
-            pass
+    socket.create_connection((order["address"], order["port"]), 5).close()
 pathlib.Path(sys.argv[1]).with_name(f"result-{rank}.json").write_text(json.dumps(rank))
 pathlib.Path(sys.argv[1]).with_name("log-1").write_text(os.environ["WHO"])
 """
@@ -50,7 +46,7 @@ def jobs(tmp_path):
             surroundings = rank_jobs.surroundings()
             meeting = rank_jobs.rendezvous("north", 1)[0]
             order = (
-                f'{{"words": {words.split()!r}, "addresses": {list(meeting.addresses)!r}, '
+                f'{{"words": {words.split()!r}, "address": {meeting.address!r}, '
                 f'"port": {meeting.port}}}'
             ).replace("'", '"')
             tasks = {
@@ -90,6 +86,21 @@ def test_ranks_of_two_hosts_meet_and_answer_twice_in_a_row(jobs):
         assert decoded(left["north"], (0, 1), int) == (0, 1)
         assert decoded(left["south"], (2, 3), int) == (2, 3)
         assert (left["north"].log, left["south"].log) == ("north", "south")
+
+
+def test_ranks_meet_at_the_address_alone_by_which_the_hosts_of_the_job_are_joined():
+    with socket.create_server(("127.0.0.5", 0)) as server, agents_in_processes(HOSTS) as job:
+        caller = socket.create_connection(server.getsockname(), source_address=("127.0.0.6", 0))
+        own, theirs = (Messenger(end, peer="") for end in (server.accept()[0], caller))
+        assert (own.ends, theirs.ends) == (("127.0.0.5", "127.0.0.6"), ("127.0.0.6", "127.0.0.5"))
+        job.messengers["east"] = own
+        one, other = RankJobs(job).rendezvous("north", 2)
+        for meeting in (one, other):
+            assert meeting.address == "127.0.0.5"
+            socket.create_connection((meeting.address, meeting.port), 5).close()
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", meeting.port), 5)
+        assert one.prefix != other.prefix and len(one.prefix) >= 32
 
 
 def test_where_ranks_of_one_host_fail_those_of_the_other_end(jobs, tmp_path):

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.rank_processes.forkserver import ForkServer
 from tccl_py.rank_processes.tasks import FOLDER, RankOutput, RanksError, Task, decoded, run_tasks
+from tests.skips import needs
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 IMPORTS = ("decimal", "no_such_module")
@@ -80,6 +82,27 @@ def test_the_first_rank_inherits_where_all_meet(run, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         left = run(tmp_path, text, (0, 1), listener=listener)
         assert decoded(left, (0, 1), int) == (listener.getsockname()[1], 0)
+
+
+def test_torch_ranks_meet_below_a_secret_prefix_of_their_store(run, tmp_path):
+    needs("torch")
+    program = """
+        import sys, torch.distributed as dist
+        from pathlib import Path
+        from tccl_py.rank_processes.rank import Rendezvous, join, write_result
+        at, rank = Rendezvous(address="127.0.0.1", port={port}, prefix="secret"), int(sys.argv[2])
+        ranks = join("gloo", at, rank=rank, world=2, local_rank=rank)
+        ranks.maximum(0)
+        names = dist.TCPStore(at.address, at.port, is_master=False).list_keys()
+        write_result(Path(sys.argv[1]).parent, rank, sorted(names))
+        ranks.maximum(0)
+    """
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        text = textwrap.dedent(program).replace("{port}", str(listener.getsockname()[1]))
+        variables = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        left = run(tmp_path, text, (0, 1), listener=listener, variables=variables)
+    names = decoded(left, (0, 1), list[str])[0]
+    assert names and all(name.startswith("secret/") for name in names)
 
 
 def test_what_is_raised_meanwhile_ends_the_ranks(run, tmp_path):

@@ -179,7 +179,9 @@ class FakeHosts:
 
     def rendezvous(self, host, count):
         self.met.append(host)
-        return [Rendezvous(addresses=("10.0.0.1",), port=7 + number) for number in range(count)]
+        return [
+            Rendezvous(address="10.0.0.1", port=7 + number, prefix="a") for number in range(count)
+        ]
 
     def run(self, tasks):
         left = {host: [] for host in tasks}
@@ -251,7 +253,7 @@ def test_each_host_is_told_its_ranks_gpus_graph_and_where_all_meet(tmp_path):
     task = tasks["gpu2"]
     order = json.loads(task.spec)
     assert (order["world"], order["first_rank"], order["backend"]) == (11, 4, "cuda")
-    assert order["rendezvous"] == {"addresses": ["10.0.0.1"], "port": 7}
+    assert order["rendezvous"] == {"address": "10.0.0.1", "port": 7, "prefix": "a"}
     assert task.files == {"graph.xml": graphs_of(plan)["gpu2"]}
     told = task.environment
     assert told["NCCL_GRAPH_FILE"] == "{folder}/graph.xml"

@@ -37,10 +37,14 @@ TimeSlot = Callable[[], AbstractContextManager[None]]
 
 
 class Rendezvous(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Addresses and port of the first rank's host, for jobs over several hosts."""
+    """Where the ranks of a job over several hosts meet: at the first rank's host.
 
-    addresses: tuple[str, ...]
+    Keys of the store are below the `prefix`, a secret of the job: torch's store has no passwords.
+    """
+
+    address: str
     port: int
+    prefix: str
 
 
 class JobSlot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -159,27 +163,18 @@ def join(
 
 def _store(dist: Any, rendezvous: Rendezvous, rank: int, world: int) -> Any:
     more: dict[str, Any] = {"timeout": _RENDEZVOUS_TIMEOUT, "wait_for_workers": False}
+    address = rendezvous.address, rendezvous.port
     if rank == 0:
-        address = rendezvous.addresses[0]
         more |= {"is_master": True, "master_listen_fd": int(os.environ[LISTENER])}
     else:
-        address = _reachable(rendezvous)
-    return dist.TCPStore(address, rendezvous.port, world, **more)
-
-
-def _reachable(rendezvous: Rendezvous) -> str:
-    """Return the first address that answers: some networks of a host may be out of reach."""
-    for address in rendezvous.addresses:
+        # The store itself would try for as long as ranks wait for each other.
         try:
-            with socket.create_connection((address, rendezvous.port), _CONNECT_S):
-                return address
-        except OSError:
-            continue
-    raise InputError(
-        "the first rank's host",
-        f"error: cannot be reached at {', '.join(rendezvous.addresses)}",
-        "let the hosts of a job reach each other over TCP",
-    )
+            socket.create_connection(address, _CONNECT_S).close()
+        except OSError as error:
+            fault = f"error: cannot be reached at {address[0]} ({error})"
+            right = "let the hosts of a job reach each other over TCP"
+            raise InputError("the first rank's host", fault, right) from error
+    return dist.PrefixStore(rendezvous.prefix, dist.TCPStore(*address, world, **more))
 
 
 def write_result(folder: Path, rank: int, result: Any) -> None:

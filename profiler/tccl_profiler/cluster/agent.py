@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -21,7 +22,7 @@ import msgspec
 from tccl_profiler import linux
 from tccl_profiler.callers import BACKLOG
 from tccl_profiler.cluster import messages as say
-from tccl_profiler.cluster.facts import HostFacts, addresses, host_facts
+from tccl_profiler.cluster.facts import HostFacts, host_facts
 from tccl_profiler.execution import RunResult, RunSpec
 from tccl_profiler.messages import (
     ConnectionClosed,
@@ -291,18 +292,17 @@ class Agent:
         lacks = tuple(name for name in modules if importlib.util.find_spec(name) is None)
         return {**os.environ, "PYTHONPATH": os.pathsep.join(search_path())}, lacks
 
-    def open_rendezvous(self, count: int) -> tuple[Rendezvous, ...]:
-        """Open listening sockets for the ranks of the next concurrent jobs."""
+    def open_rendezvous(self, count: int, address: str) -> tuple[Rendezvous, ...]:
+        """Open sockets at this address alone, where ranks of the next concurrent jobs meet."""
         self._close_listeners()
-        # On all addresses: torch takes one descriptor, and ranks try one address after the other.
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listeners = [
-            socket.create_server(("", 0), family=family, dualstack_ipv6=both, backlog=BACKLOG)
-            for _ in range(count)
+            socket.create_server((address, 0), family=family, backlog=BACKLOG) for _ in range(count)
         ]
-        here, ports = addresses(), [listener.getsockname()[1] for listener in self._listeners]
-        return tuple(Rendezvous(addresses=here, port=port) for port in ports)
+        ports = [listener.getsockname()[1] for listener in self._listeners]
+        return tuple(
+            Rendezvous(address=address, port=port, prefix=secrets.token_hex()) for port in ports
+        )
 
     def _close_listeners(self) -> None:
         while self._listeners:

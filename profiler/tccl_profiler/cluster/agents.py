@@ -404,8 +404,13 @@ class RankJobs(Agents):
         return {host: variables for host, (variables, _) in environments.items()}
 
     def rendezvous(self, host: str, count: int) -> tuple[Rendezvous, ...]:
-        """Return where the ranks of the next concurrent jobs meet: at this host, with rank 0."""
-        return self.ask(Agent.open_rendezvous, {host: (count,)})[host]
+        """Return where the ranks of the next concurrent jobs meet: at this host, with rank 0.
+
+        The address is that by which the agents of the job have reached each other.
+        """
+        ends = [messenger.ends for messenger in self._messengers.values()]
+        address = self._messengers[host].ends[1] or max(own for own, _ in ends) or "127.0.0.1"
+        return self.ask(Agent.open_rendezvous, {host: (count, address)})[host]
 
     def run(self, tasks: Mapping[str, Sequence[Task]]) -> dict[str, tuple[RankOutput, ...]]:
         """Run each host's ranks, of one job or of several at once; if some fail, end all."""

@@ -145,7 +145,8 @@ class Envelope(msgspec.Struct, frozen=True):
 class Messenger:
     """One end of the connection between the controller and a rank's agent; owns the socket.
 
-    `heard_s` is when anything last came; `leaving` that the peer was told to end.
+    `heard_s` is when anything last came; `leaving` that the peer was told to end; `ends` are the
+    addresses of this end and the peer's, "" without a network.
     """
 
     def __init__(self, sock: socket.socket, *, peer: str) -> None:
@@ -155,6 +156,10 @@ class Messenger:
         self._sending = threading.Lock()
         self.heard_s = time.monotonic()
         self.leaving = False
+        self.ends = ("", "")
+        with contextlib.suppress(OSError):  # the peer may be gone by now
+            if sock.family != socket.AF_UNIX:
+                self.ends = (sock.getsockname()[0], sock.getpeername()[0])
 
     def send(self, number: int, message: Message) -> None:
         """Send a message; safe beside another thread that sends. Raises ConnectionClosed."""
