@@ -48,6 +48,10 @@ _CONFIG_VERSION = 21800  # NCCL 2.18 and later read a configuration by its own s
 _OLDEST = 21800
 
 
+Message = tuple[int, int, int]
+"""Address, bytes and the other rank of a send or receive."""
+
+
 class _UniqueId(ctypes.Structure):
     _fields_ = (("internal", ctypes.c_char * ID_BYTES),)
 
@@ -143,6 +147,24 @@ class Library:
             ctypes.c_void_p(communicator),
             ctypes.c_void_p(stream),
         )
+
+    def exchange(
+        self, sends: Sequence[Message], receives: Sequence[Message], communicator: int
+    ) -> None:
+        """Queue sends and receives of bytes at once."""
+        self._call("ncclGroupStart")
+        for name, messages in (("ncclSend", sends), ("ncclRecv", receives)):
+            for pointer, count, peer in messages:
+                self._call(
+                    name,
+                    ctypes.c_void_p(pointer),
+                    ctypes.c_size_t(count),
+                    ctypes.c_int(_UINT8),
+                    ctypes.c_int(peer),
+                    ctypes.c_void_p(communicator),
+                    ctypes.c_void_p(),
+                )
+        self._call("ncclGroupEnd")
 
     def allocate(self, size: int) -> int:
         """Return memory of the current GPU, which the end of the process frees."""

@@ -1,4 +1,4 @@
-"""The check pattern: as pump.cu writes it, and another for every pack."""
+"""The check pattern: as memory.cu writes it, and another for every pack."""
 
 import ctypes
 import re
@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from tccl_profiler.shared_memory import differing, write_pattern
 
-PUMP = Path(__file__).parents[1] / "profiler/tccl_profiler/pump.cu"
+KERNELS = Path(__file__).parents[1] / "profiler/tccl_profiler/memory.cu"
 SIZE = 4096
 
 
 def words_of(pack, seed, number):
-    """`pattern` in pump.cu, by Python's integers."""
+    """`pattern` in memory.cu, by Python's integers."""
     u32, u64 = 2**32 - 1, 2**64 - 1
     a = (seed ^ number * 0x9E3779B97F4A7C15 ^ pack * 0xC2B2AE3D27D4EB4F) & u32
     b = ((seed + number * 0xD6E8FEB86659FD93 + pack * 0xA0761D6478BD642F & u64) >> 17) & u32
@@ -37,7 +37,7 @@ def test_it_is_the_kernels(seed, number):
 
 
 def test_the_kernel_has_these_numbers():
-    source = re.search(r"uint4 pattern\(.*?\n}", PUMP.read_text(), re.DOTALL)[0]
+    source = re.search(r"uint4 pattern\(.*?\n}", KERNELS.read_text(), re.DOTALL)[0]
     found = re.findall(r"0x[0-9A-F]+", source)
     assert [int(one, 16) for one in found] == [
         0x9E3779B97F4A7C15,

@@ -59,8 +59,13 @@ _MIB = 1 << 20
 
 def kernel_source(blocks: int = 1) -> str:
     """Return the CUDA C++ source of all kernels, of which `blocks` fit on a multiprocessor."""
-    text = resources.files(__package__).joinpath("pump.cu").read_text("utf-8")
-    return f"constexpr int kBlocks = {blocks};\n{text}"
+    return f"constexpr int kBlocks = {blocks};\n{source_text('memory.cu', 'pump.cu')}"
+
+
+def source_text(*names: str) -> str:
+    """Return the text of this package's files of CUDA C++, one after the other."""
+    folder = resources.files(__package__)
+    return "".join(folder.joinpath(name).read_text("utf-8") for name in names)
 
 
 def load_kernels(cupy: Any, blocks: int) -> dict[str, Any]:

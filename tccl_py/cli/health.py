@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 from msgspec.structs import asdict
@@ -55,6 +56,10 @@ from tccl_py.plan.results import plan_in
 from tccl_py.plan.text import plan_name
 from tccl_py.report.preflight import PREFLIGHT, preflight_json, preflight_metrics
 from tccl_py.report.tables import lines
+
+if TYPE_CHECKING:
+    from tccl_py.health.proving import ProvenHost
+    from tccl_py.sources.profiled import MeasuredMachine
 
 _MAX_SECONDS = 86_400
 _CHECK_S, _PREFLIGHT_S = 120.0, 60.0
@@ -206,24 +211,33 @@ _STYLES = {"hang": BAD, "slow": DOUBT, "note": "bold"}
 def doctor(
     *,
     root: Path | None = opt("DIR", "Look at a copy of another host's files."),
+    passive: bool = flag("--passive", "Only look: nothing runs on the GPUs."),
+    prove: bool = options.PROVE,
     json: bool = options.JSON,
 ) -> None:
-    """Look for causes on this host that hang NCCL, slow it, or spoil measurements.
+    """Prove that the GPUs' links carry data, and look for what hangs NCCL or slows it on this host.
 
-    The host is only read; where two GPUs or more are idle, NCCL is started on them for its rings.
-    The fix of a finding is printed, never run. Root sees more.
+    Where two GPUs or more are idle, kernels write and compare over each pair, and jobs of NCCL run
+    with and without P2P, values compared, for half a minute at most. All else is only read. The fix
+    of a finding is printed, never run. Root sees more.
 
-    Exit codes: 0 nothing but notes, 1 something hangs or slows NCCL, 2 wrong use.
+    Exit codes: 0 nothing but notes, or the links could not be proven; 1 something hangs or slows
+    NCCL, or makes wrong values; 2 wrong use.
 
     Examples:
 
         tccl doctor
+        tccl doctor --passive
         sudo tccl doctor --json
     """
     if root is not None and not any((root / name).is_dir() for name in ("sys", "proc", "etc")):
         right = "name one with sys, proc, etc and dev in it"
         raise InputError(str(root), "is no directory with sys, proc or etc in it", right)
-    host = this_host() if root is None else HostState(root=root, driver=_COPIED)
+    if root is not None:
+        refuse({"--prove": prove or None}, ("with --root", "runs on GPUs", "leave it out"))
+        host = HostState(root=root, driver=_COPIED)
+    else:
+        host = this_host() if passive else proven_host(force=prove).host
     diagnosis = examine(host)
     if json:
         print_json(diagnosis)
@@ -302,4 +316,16 @@ def _print_diagnosis(diagnosis: Diagnosis) -> None:
     parts = [f"{counts[kind]} {text}" for kind, text in words.items() if counts[kind]]
     bad = ", ".join(parts) or "nothing that hangs or slows NCCL"
     notes = f", {counts['note']} to know of" if counts["note"] else ""
-    console.print(f"Found: {bad}{notes}.", style=GOOD if diagnosis.healthy else BAD)
+    links = diagnosis.links
+    unproven = links is not None and links.verdict == "inconclusive"
+    doubt = "; whether the links carry data was not proven" * unproven
+    style = BAD if not diagnosis.healthy else DOUBT if unproven else GOOD
+    console.print(f"Found: {bad}{notes}{doubt}.", style=style)
+
+
+def proven_host(*, force: bool, place: MeasuredMachine | None = None) -> ProvenHost:
+    """Return this host with a proof of its links, after a line that says what runs."""
+    from tccl_py.health.proving import prove_host  # noqa: PLC0415 (slow)
+
+    with interrupts_put_off(CTRL_C_AND_SIGTERM):
+        return prove_host(force=force, place=place, say=notice)

@@ -69,6 +69,7 @@ SIMULATE = opt("MACHINE", f"Take rates from a model, not from hardware. {MACHINE
 BACKEND_HELP = "GPUs (the default), or processes in host memory in their place: a dry run."
 FOR_WORKLOAD = opt("FILE|NAME", "By the choice verified for this job's communication.")
 WORKLOAD = opt("FILE|NAME", "Judge by a job's communication (see tccl workload).")
+PROVE = flag("--prove", "Try P2P over PCIe also where ACS or an IOMMU may let it do harm.")
 BACKEND = opt("cuda|host", BACKEND_HELP)
 DEVICES = advanced("N", "Devices of the host backend; if not given one a core, 2 to 8.")
 TARGET = advanced(

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from tccl_py.errors import InputError, MeasurementError
+from tccl_py.errors import InputError, MeasurementError, counted
 from tccl_py.health.checks import HOST_CHECKS
 from tccl_py.health.host import (
     ENVIRONMENT,
@@ -34,13 +34,13 @@ from tccl_py.health.host import (
 )
 from tccl_py.health.network import check_network, unfit_interfaces, unfit_nics
 from tccl_py.health.plugin import check_plugin
+from tccl_py.model.links import Proof, ProofVerdict
 from tccl_py.nccl.asked import ring_words
 from tccl_py.nccl.settings import GRAPH_VARIABLE
 from tccl_py.nccl.variables import similar_name
 from tccl_py.nccl.versions import unchecked, version_facts
 from tccl_py.nccl_conf import ConfLine
 from tccl_py.nccl_library import installed_nccls
-from tccl_py.planning.installed_nccl import asked_here
 from tccl_py.readers.live import driver_facts
 from tccl_py.readers.sysfs import normal_bus_id
 from tccl_py.sources.profiled import conditions_of
@@ -66,13 +66,11 @@ def this_host() -> HostState:
     except (InputError, MeasurementError) as error:
         unseen = error.what if isinstance(error, InputError) else str(error)
         driver = replace(driver, unseen=unseen)
-    gpus = [gpu.index for gpu in driver.gpus]
     return replace(
         files_of_this_host(),
         driver=driver,
         shm_free=free,
         nccl=tuple(installed_nccls()),
-        own_rings=asked_here(gpus) if len(gpus) > 1 else "",
         by_root=os.geteuid() == 0,
         log=_kernel_log(),
     )
@@ -215,6 +213,34 @@ def check_nccl(host: HostState) -> Results:
             yield defect("second", second.source, what=installed, fix=fix)
 
 
+def check_proof(host: HostState) -> Results:
+    """Report what the proof of links found."""
+    proof = host.links
+    if proof is None:
+        return
+    if proof.verdict == "inconclusive":
+        yield Unseen(what="whether the links between GPUs carry data", why=proof.what)
+        return
+    where = proof.common or "all GPUs"
+    more = "".join(f"; {cause}" for cause in proof.causes)
+    if proof.verdict == "sound":
+        count = len({(pair.source, pair.target) for pair in proof.pairs})
+        jobs = f"{counted(len(proof.by_nccl), 'job')} of NCCL"
+        text = f"{counted(count, 'ordered pair')} of GPUs and {jobs} carry data, values compared"
+        yield defect("links-sound", where, what=text)
+    else:
+        rule = _PROOF_RULES[proof.verdict]
+        yield defect(rule, where, what=proof.what or proof.verdict, effect=more)
+
+
+_PROOF_RULES: Mapping[ProofVerdict, str] = {
+    "hangs": "links-hang",
+    "wrong values": "links-damage",
+    "slower than host memory": "links-slow",
+    "host memory fails": "no-host-memory",
+}
+
+
 def check_own_rings(host: HostState) -> Results:
     """Report the rings, channels and transports that the installed NCCL takes by default."""
     answer = host.own_rings
@@ -243,11 +269,16 @@ _NCCL_CHECKS: Mapping[str, Callable[[HostState], Results]] = {
 }
 
 
+_CHECKS = {"proof": check_proof, **HOST_CHECKS, **_NCCL_CHECKS}
+
+
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """Findings, the worst first, and facts that could not be read."""
 
     findings: tuple[Defect, ...]
     unseen: tuple[Unseen, ...]
+    links: Proof | None = None
+    """The proof of the links between GPUs; None where none was made."""
 
     @property
     def healthy(self) -> bool:
@@ -259,10 +290,10 @@ def examine(host: HostState) -> Diagnosis:
     """Run all checks; nothing is changed."""
     results = [
         msgspec.structs.replace(result, check=name)
-        for name, check in (*HOST_CHECKS.items(), *_NCCL_CHECKS.items())
+        for name, check in _CHECKS.items()
         for result in check(host)
     ]
     findings = [result for result in results if isinstance(result, Defect)]
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     unseen = tuple(result for result in results if isinstance(result, Unseen))
-    return Diagnosis(findings=tuple(findings), unseen=unseen)
+    return Diagnosis(findings=tuple(findings), unseen=unseen, links=host.links)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from tccl_py.model.links import Proof
 from tccl_py.model.machine import PeerAccess
 from tccl_py.nccl.asked import NcclAnswer
 from tccl_py.nccl_conf import CONF_VARIABLE, HOST_FILE, ConfLine, conf_lines, home
@@ -140,7 +141,8 @@ class HostState(HostFiles):
     `environment` is the user's, `driver` the facts from NVML, `shm_free` the free bytes of
     /dev/shm, `nccl` the installed versions, torch's first, each None if not asked. `own_rings` are
     default NCCL's over all GPUs, or why it was not asked; "" for fewer than two GPUs. Root looks at
-    it, if `by_root`. `log` is the running kernel's, as far as it may be read.
+    it, if `by_root`. `log` is the running kernel's, as far as it may be read. `links` is the proof
+    of the links between GPUs, None where none was made.
     """
 
     home: str = "/root"
@@ -151,6 +153,7 @@ class HostState(HostFiles):
     own_rings: NcclAnswer | str = ""
     by_root: bool = False
     log: bytes = b""
+    links: Proof | None = None
 
     def pci(self, bus_id: str, name: str) -> str:
         """Return an attribute of a PCI device."""

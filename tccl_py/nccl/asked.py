@@ -100,7 +100,7 @@ def ask_each(
         return _run(rank_variables, questions)
     except RanksError as error:
         failed = _NUMBERED.match(error.said)
-        how = _failure(error)
+        how = failure_of(error)
         # After a crash without a number, any of several files may be at fault.
         number = int(failed["number"]) if failed is not None else len(questions) - 1
         unknown = failed is None and len(questions) > 1
@@ -110,7 +110,7 @@ def ask_each(
         try:
             _run(rank_variables, [Question(gpus=questions[number].gpus)])
         except RanksError as again:
-            raise MeasurementError(_failure(again)) from again
+            raise MeasurementError(failure_of(again)) from again
         crash = error.late or "killed by signal" in error.what
         raise RefusedError(number, how, crash=crash) from error
 
@@ -147,7 +147,7 @@ def ask_together(
         for job, step in enumerate(steps)
         for at in range(0, counts[job], step)
     ]
-    tasks = [_job(rank_environment(jobs[job][0], connect=connect), part) for job, part in parts]
+    tasks = [job_task(rank_environment(jobs[job][0], connect=connect), part) for job, part in parts]
     # Jobs share the host's cores, and the longest timeout holds for all of them.
     longer = msgspec.structs.replace(tasks[0], timeout=TIMEOUT_S + _EACH_S * (sum(counts) - 1))
     answers: list[list[NcclAnswer]] = [[] for _ in jobs]
@@ -158,7 +158,7 @@ def ask_together(
 
 
 def _run(environment: Mapping[str, str], questions: Sequence[Question]) -> tuple[NcclAnswer, ...]:
-    (output,) = run_tasks([_job(environment, questions)])
+    (output,) = run_tasks([job_task(environment, questions)])
     return _answers(output, questions)
 
 
@@ -166,7 +166,8 @@ def _gpus_of(questions: Sequence[Question]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(gpu for question in questions for gpu in question.gpus))
 
 
-def _job(environment: Mapping[str, str], questions: Sequence[Question]) -> Task:
+def job_task(environment: Mapping[str, str], questions: Sequence[Question]) -> Task:
+    """Return the task of ranks that make communicators, in this whole environment."""
     spec = CommunicatorsSpec(gpus=_gpus_of(questions), questions=tuple(questions))
     return Task(
         program=PROGRAM,
@@ -184,13 +185,14 @@ def run_questions(
 
     Raises RanksError: NCCL fails, or hangs.
     """
-    (output,) = run_tasks([_job(environment, questions)])
-    return _logs(output, questions)
+    (output,) = run_tasks([job_task(environment, questions)])
+    return rank_logs(output, questions)
 
 
-def _logs(
+def rank_logs(
     output: RankOutput, questions: Sequence[Question]
 ) -> tuple[str, list[list[CommunicatorLog]]]:
+    """Return NCCL's version, and of each question the logs of its ranks."""
     gpus = _gpus_of(questions)
     results = decoded(output, range(len(gpus)), RankResult)
     logs = [
@@ -201,7 +203,7 @@ def _logs(
 
 
 def _answers(output: RankOutput, questions: Sequence[Question]) -> tuple[NcclAnswer, ...]:
-    version, logs = _logs(output, questions)
+    version, logs = rank_logs(output, questions)
     return tuple(
         read_answer(question, of, version) for question, of in zip(questions, logs, strict=True)
     )
@@ -236,7 +238,8 @@ def read_answer(question: Question, logs: Sequence[CommunicatorLog], version: st
     )
 
 
-def _failure(error: RanksError) -> str:
+def failure_of(error: RanksError) -> str:
+    """Return NCCL's words of failed ranks, or what happened to them."""
     numbered = _NUMBERED.match(error.said)
     words = (numbered["words"] or "") if numbered else error.said.removeprefix("error: ")
     if words and error.what.endswith("code 1"):

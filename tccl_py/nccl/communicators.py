@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 
@@ -18,11 +19,21 @@ from tccl_py.errors import MeasurementError, TcclError, require
 from tccl_py.files import write_atomically
 from tccl_py.nccl.settings import GRAPH_VARIABLE
 from tccl_py.nccl.tuner import COLLECTIVES, PARTED, SizeChoice, TunedCollective
+from tccl_py.nccl.values import RankProof, prove_values
 from tccl_py.nccl_library import Library, version_text
-from tccl_py.rank_processes.rank import read_spec, write_result
+from tccl_py.rank_processes.forkserver import remove_segments
+from tccl_py.rank_processes.rank import (
+    JobSlot,
+    read_spec,
+    slots_file,
+    time_slots,
+    write_result,
+)
 
 _POLL_S = 0.005
 _ABORT_S, _COLLECTIVES_S = 5.0, 20.0
+PROOF_S = 50.0
+"""Seconds after which a rank whose values are compared gives up, and says so."""
 # Numbers are bounded, because a torn log joins digits of several.
 _CHANNEL = re.compile(
     r"NCCL INFO Channel (?P<number>\d{2,3})/(?P<count>\d{2,3}) :(?P<ranks>(?: +\d{1,7})+) *$",
@@ -55,6 +66,8 @@ class Question(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     graph: str | None = None
     topology: str | None = None
     sizes: tuple[int, ...] = ()
+    proof: JobSlot | None = None
+    """The job's time slot among those whose values are compared; None: nothing is compared."""
 
     @property
     def calls(self) -> list[tuple[TunedCollective, int, int]]:
@@ -78,6 +91,7 @@ class CommunicatorLog(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     log: str
     dump: str = ""
+    proof: RankProof | None = None
 
 
 class RankResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -103,15 +117,15 @@ def main() -> None:
             if spec.gpus[rank] in question.gpus:
                 # Names the communicator in case NCCL crashes.
                 print(f"communicator {number}", flush=True)
+                if question.proof is not None:
+                    ends = folder, rank, version_text(library.version), number
+                    threading.Thread(target=_give_up_late, args=ends, daemon=True).start()
                 logs[number] = _made(library, spec, number, rank, folder)
     except TcclError as error:
         where = f"communicator {number}: " if number >= 0 else ""
         print(f"error: {where}{error}", flush=True)
         os._exit(1)
-    write_result(folder, rank, RankResult(version=version_text(library.version), logs=logs))
-    sys.stdout.flush()
-    # Threads of NCCL may still run.
-    os._exit(0)
+    _end(folder, rank, RankResult(version=version_text(library.version), logs=logs))
 
 
 def _made(
@@ -136,18 +150,67 @@ def _made(
     _wait_for(id_file)
     begun = log.stat().st_size if log.exists() else 0
     unique_id = bytes.fromhex(id_file.read_text())
-    made = library.communicator(unique_id, rank=place, ranks=len(question.gpus))
-    _run_collectives(library, question, made)
+    made, proof = _proven(library, question, unique_id, place, folder)
+    if made is not None and (proof is None or proof.verdict == "sound"):
+        _run_collectives(library, question, made)
     # 3. Abort once all ranks have it: until then they need this rank.
     (folder / f"made-{number}-{rank}").touch()
     for gpu in question.gpus:
         _wait_for(folder / f"made-{number}-{gpus.index(gpu)}")
-    ending = threading.Thread(target=library.abort, args=(made,), daemon=True)
+    if made is not None:
+        _abort(library, made)
+    text = log.read_bytes()[begun:].decode(errors="replace") if log.exists() else ""
+    dumped = dump.read_text(errors="replace") if place == 0 and dump.exists() else ""
+    return CommunicatorLog(log=text, dump=dumped, proof=proof)
+
+
+def _proven(
+    library: Library, question: Question, unique_id: bytes, place: int, folder: Path
+) -> tuple[int | None, RankProof | None]:
+    """Return the communicator, and what a proof saw of it; None where NCCL makes none."""
+    ranks = len(question.gpus)
+    if question.proof is None:
+        return library.communicator(unique_id, rank=place, ranks=ranks), None
+    made, proof = None, RankProof(verdict="fails")
+    try:
+        made = library.communicator(unique_id, rank=place, ranks=ranks)
+    except MeasurementError as error:
+        proof = RankProof(verdict="fails", what=str(error))
+    # A job that fails has its time slot, too: the others wait for it.
+    with time_slots(slots_file(folder), question.proof, place)():
+        if made is not None:
+            try:
+                proof = prove_values(library, made, rank=place, ranks=ranks)
+            except MeasurementError as error:
+                proof = RankProof(verdict="fails", what=str(error))
+            if proof.verdict == "hangs":
+                # Kernels that wait for ever would slow the jobs that have the next slots.
+                _abort(library, made)
+                made = None
+    return made, proof
+
+
+def _abort(library: Library, communicator: int) -> None:
+    """End a communicator; an abort that hangs is left behind."""
+    ending = threading.Thread(target=library.abort, args=(communicator,), daemon=True)
     ending.start()
     ending.join(_ABORT_S)
-    text = log.read_bytes()[begun:].decode(errors="replace")
-    dumped = dump.read_text(errors="replace") if place == 0 and dump.exists() else ""
-    return CommunicatorLog(log=text, dump=dumped)
+
+
+def _give_up_late(folder: Path, rank: int, version: str, number: int) -> None:
+    """Write a result in the place of a proof that does not come to its end, and end the process."""
+    time.sleep(PROOF_S)
+    proof = RankProof(verdict="hangs", what="NCCL makes no communicator, or had no turn")
+    log = CommunicatorLog(log="", proof=proof)
+    _end(folder, rank, RankResult(version=version, logs={number: log}))
+
+
+def _end(folder: Path, rank: int, result: RankResult) -> NoReturn:
+    """Write the result and end the process: threads of NCCL may still run."""
+    write_result(folder, rank, result)
+    sys.stdout.flush()
+    remove_segments(os.getpid())
+    os._exit(0)
 
 
 def _run_collectives(library: Library, question: Question, communicator: int) -> None:
@@ -244,6 +307,9 @@ def logged_choices(question: Question, log: str) -> tuple[SizeChoice, ...]:
     """Return NCCL's choices for a question, of rank 0's log; MeasurementError: it has others."""
     found = list(_CHOICE.finditer(log))
     expected = [(_nccl_name(name), str(count)) for name, _, count in question.calls]
+    if question.proof is not None:
+        # Collectives whose values are compared come before.
+        found = found[len(found) - len(expected) :]
     if [match.group("name", "bytes") for match in found] != expected:
         raise MeasurementError("NCCL's log does not show the collectives that ran")
     try:

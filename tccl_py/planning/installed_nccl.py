@@ -14,7 +14,6 @@ from tccl_py.nccl.asked import (
     NcclAnswer,
     RefusedError,
     ask_each,
-    ask_nccl,
     ask_together,
     judged,
     verdict_on,
@@ -148,14 +147,6 @@ def with_answers(plan: Plan, rings: InstalledRings) -> Plan:
     }
     complete = sizes if sizes.keys() == asked.keys() else {}
     return replace(plan, sizes=complete, notices=(*plan.notices, *notices))
-
-
-def asked_here(gpus: Sequence[int]) -> NcclAnswer | str:
-    """Return default NCCL's rings over GPUs of this machine, or why it was not asked."""
-    try:
-        return why_not_asked(gpus) or ask_nccl({}, gpus)
-    except MeasurementError as error:
-        return str(error)
 
 
 def verdict_here(

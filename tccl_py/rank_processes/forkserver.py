@@ -27,7 +27,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -97,10 +97,12 @@ class ForkServer:
         imports: Sequence[str] = (),
         listeners: Sequence[socket.socket] = (),
         meanwhile: Callable[[], None] = lambda: None,
+        together: bool = True,
     ) -> list[int | None]:
         """Run ranks to their end; return exit codes, minus the signal that ended a rank.
 
-        The code of a rank that had to be ended is None: `timeout` passed, or another rank failed.
+        The code of a rank that had to be ended is None: `timeout` passed, or another rank failed;
+        without `together` only a rank of the same folder counts.
         `imports` are modules to import before the fork; missing modules are ignored, and ranks
         report them. `request` names a file to write. An exception from `meanwhile` ends the ranks.
         Raises MeasurementError: the server ended, or did not answer.
@@ -112,7 +114,7 @@ class ForkServer:
         codes: list[int | None] = []
         try:
             descriptors = [listener.fileno() for listener in listeners]
-            message = msgspec.json.encode((str(request), timeout))
+            message = msgspec.json.encode((str(request), timeout, together))
             socket.send_fds(control, [message], descriptors)
             while not codes:
                 with contextlib.suppress(TimeoutError):
@@ -174,12 +176,13 @@ def main() -> None:
             message, listeners, _, _ = socket.recv_fds(control, _MESSAGE_BYTES, _MOST_LISTENERS)
             if not message:
                 break
-            request, timeout = msgspec.json.decode(message, type=tuple[str, float])
+            request, timeout, together = msgspec.json.decode(message, type=tuple[str, float, bool])
             ranks = msgspec.json.decode(Path(request).read_bytes(), type=list[Rank])
             pids = [_fork(rank, control, listeners) for rank in ranks]
             for listener in listeners:
                 os.close(listener)
-            control.send(msgspec.json.encode(_ended(pids, timeout, control)))
+            jobs = ["" if together else rank.folder for rank in ranks]
+            control.send(msgspec.json.encode(_ended(pids, jobs, timeout, control)))
     os._exit(0)
 
 
@@ -197,35 +200,46 @@ def _fork(rank: Rank, control: socket.socket, listeners: Sequence[int]) -> int:
     return pid
 
 
-def _ended(pids: Sequence[int], timeout: float, control: socket.socket) -> list[int | None]:
-    """Wait for ranks, and kill those left after the timeout or a failure, or without a client.
+def _ended(
+    pids: Sequence[int], jobs: Sequence[str], timeout: float, control: socket.socket
+) -> list[int | None]:
+    """Wait for ranks, and kill those left after the timeout, or a failure in their job.
 
-    Return their exit codes, None of those killed. Of what ranks own, NCCL's files alone need
-    cleanup.
+    Without a client all are killed. Return their exit codes, None of those killed. Of what ranks
+    own, NCCL's files alone need cleanup.
     """
     codes: dict[int, int] = {}
-    deadline = time.monotonic() + timeout
-    while len(codes) < len(pids) and time.monotonic() < deadline:
-        ended = _codes(set(pids) - codes.keys())
+    job_of = dict(zip(pids, jobs, strict=True))
+    deadlines = dict.fromkeys(jobs, time.monotonic() + timeout)
+    running, listening = set(pids), True
+    while running:
+        ended = _codes(running)
         codes |= ended
-        if any(ended.values()):
-            deadline = min(deadline, time.monotonic() + _GRACE_S)
+        running -= ended.keys()
+        now = time.monotonic()
+        for pid in (pid for pid, code in ended.items() if code):
+            deadlines[job_of[pid]] = min(deadlines[job_of[pid]], now + _GRACE_S)
+        late = {pid for pid in running if not listening or now > deadlines[job_of[pid]]}
+        if late:
+            _kill(late)
+            running -= late
         # The client says nothing before the answer.
-        if select.select([control], [], [], _POLL_S)[0]:
-            break
-    running = set(pids) - codes.keys()
-    _signal(running, signal.SIGSTOP)
-    segments = {path for pid in running for path in _segments(pid)}
-    _signal(running, signal.SIGKILL)
-    # At once: a client that closed the connection kills this process soon.
-    for path in segments:
-        with contextlib.suppress(OSError):
-            path.unlink()
-    deadline = time.monotonic() + _END_S
-    while running and time.monotonic() < deadline:
-        running -= _codes(running).keys()
-        time.sleep(0.01)
+        listening = not select.select([control], [], [], _POLL_S)[0]
     return [codes.get(pid) for pid in pids]
+
+
+def _kill(pids: Set[int]) -> None:
+    """Kill ranks and remove NCCL's files of theirs; a process that does not end is left."""
+    _signal(pids, signal.SIGSTOP)
+    # At once: a client that closed the connection kills this process soon.
+    for pid in pids:
+        remove_segments(pid)
+    _signal(pids, signal.SIGKILL)
+    deadline = time.monotonic() + _END_S
+    left = set(pids)
+    while left and time.monotonic() < deadline:
+        left -= _codes(left).keys()
+        time.sleep(0.01)
 
 
 def _signal(pids: Iterable[int], number: signal.Signals) -> None:
@@ -235,15 +249,16 @@ def _signal(pids: Iterable[int], number: signal.Signals) -> None:
             os.killpg(pid, number)
 
 
-def _segments(pid: int) -> Iterator[Path]:
-    """Yield NCCL's files in shared memory that a rank maps and that still have a name.
+def remove_segments(pid: int) -> None:
+    """Remove NCCL's files in shared memory that a rank maps and that still have a name.
 
     NCCL takes the name away once both ranks have the file; of ranks that end before, it stays.
     """
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
             if _SEGMENT.fullmatch(path := line.split(maxsplit=5)[-1]):
-                yield Path(path)
+                with contextlib.suppress(OSError):
+                    Path(path).unlink()
 
 
 def _codes(pids: Iterable[int]) -> dict[int, int]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
@@ -94,6 +94,38 @@ def run_tasks(
     called while ranks run; an exception from it ends them. Without `server` a temporary one starts
     the ranks. Raises RanksError: a rank failed, or the time was up.
     """
+    with _ended_ranks(tasks, listeners, meanwhile, server, together=True) as ended:
+        _check_codes([rank for ranks in ended for rank in ranks], max(t.timeout for t in tasks))
+        return tuple(map(_output, ended))
+
+
+def run_each(tasks: Sequence[Task]) -> tuple[RankOutput | RanksError, ...]:
+    """Run a host's ranks of several jobs at once, of which each may fail by itself."""
+    outputs: list[RankOutput | RanksError] = []
+    with _ended_ranks(tasks, (), lambda: None, None, together=False) as ended:
+        for ranks in ended:
+            try:
+                _check_codes(ranks, max(task.timeout for task in tasks))
+                outputs.append(_output(ranks))
+            except RanksError as error:
+                outputs.append(error)
+    return tuple(outputs)
+
+
+_Ended = tuple[Rank, int | None]
+"""A rank and its exit code; None of one that had to be ended."""
+
+
+@contextmanager
+def _ended_ranks(
+    tasks: Sequence[Task],
+    listeners: Sequence[socket.socket],
+    meanwhile: Callable[[], None],
+    server: ForkServer | None,
+    *,
+    together: bool,
+) -> Iterator[list[list[_Ended]]]:
+    """Run all ranks to their end; their folders last as long as the block."""
     timeout = max(task.timeout for task in tasks)
     with ExitStack() as stack:
         parent = stack.enter_context(temporary_folder("tccl-ranks-"))
@@ -123,13 +155,16 @@ def run_tasks(
             imports=tasks[0].imports,
             listeners=listeners,
             meanwhile=meanwhile,
+            together=together,
         )
-        _check_codes(ranks, codes, timeout)
-        results = iter([_result(rank) for rank in ranks])
-        return tuple(
-            RankOutput(results=tuple(islice(results, len(task.ranks))), log=nccl_log(folder))
-            for task, folder in zip(tasks, folders, strict=True)
-        )
+        ended = iter(zip(ranks, codes, strict=True))
+        yield [list(islice(ended, len(task.ranks))) for task in tasks]
+
+
+def _output(ended: Sequence[_Ended]) -> RankOutput:
+    ranks = [rank for rank, _ in ended]
+    log = nccl_log(Path(ranks[0].folder)) if ranks else ""
+    return RankOutput(results=tuple(map(_result, ranks)), log=log)
 
 
 def torch_environment(caller: Mapping[str, str], gpus: Sequence[int] | None) -> dict[str, str]:
@@ -160,9 +195,8 @@ def decoded(output: RankOutput, ranks: Sequence[int], kind: type[T]) -> tuple[T,
     )
 
 
-def _check_codes(ranks: Sequence[Rank], codes: Sequence[int | None], timeout: float) -> None:
+def _check_codes(ended: Sequence[_Ended], timeout: float) -> None:
     """Raise RanksError if a rank failed, or if the time was up."""
-    ended = list(zip(ranks, codes, strict=True))
     if failed := [(rank, code) for rank, code in ended if code]:
         # Blame the rank whose last output names a cause, else the first with any output.
         rank, code = max(failed, key=lambda failure: _last_line(failure[0])[0])
