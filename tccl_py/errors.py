@@ -78,6 +78,20 @@ class MeasurementError(TcclError):
     """A transfer set could not be measured."""
 
 
+class BrokenLinkError(MeasurementError):
+    """P2P does not carry data: these flows between GPUs fail in every set, and NCCL's with them.
+
+    Args:
+        flows: that fail, or their texts.
+        what: a clause with the reason, as "nothing that GPU 1 writes arrives".
+        verdict: what NCCL does over them: "hangs", "wrong values" or "fails".
+    """
+
+    def __init__(self, flows: Iterable[object], what: str, *, verdict: str = "fails") -> None:
+        self.flows, self.what, self.verdict = tuple(map(str, flows)), what, verdict
+        super().__init__(f"{' '.join(self.flows)}: {what}")
+
+
 class BudgetSpentError(MeasurementError):
     """No further set may be measured; a search ends with the best so far."""
 

@@ -12,7 +12,7 @@ from tccl_profiler.precision import ChannelRate, Stopping, WindowLimits, paces_f
 from tccl_profiler.profiler import Options, Profiler
 from tccl_profiler.rates import median_channels, sample_of
 from tccl_profiler.shared_memory import MAX_STAMPS, RECORD
-from tccl_py.errors import BudgetSpentError, MeasurementError
+from tccl_py.errors import BrokenLinkError, BudgetSpentError, MeasurementError
 from tccl_py.model.measurement import TOGETHER
 from tccl_py.model.transfer import parse_set
 from tests.fakes import FakePool
@@ -549,10 +549,16 @@ def test_a_machine_that_drifts_is_noted():
 def test_a_flow_that_damages_data_is_named():
     pool = FakePool(steady)
     pool.wrong_packs = 7
-    with pytest.raises(MeasurementError) as caught:
+    with pytest.raises(BrokenLinkError) as caught:
         one(profiler_of(pool))
-    assert str(caught.value).startswith(f"{DIRECT}: 7 packs of 16 bytes arrived other")
+    assert caught.value.flows == (DIRECT,)
+    assert caught.value.verdict == "wrong values"
+    assert "damages data: 7 packs of 16 bytes" in str(caught.value)
     assert not pool.timings
+    # What bounces off host memory says nothing of a link between GPUs.
+    with pytest.raises(MeasurementError) as caught:
+        profiler_of(pool).measure([parse_set(BOUNCE)])
+    assert not isinstance(caught.value, BrokenLinkError)
 
 
 @pytest.mark.parametrize(("check", "checks"), [("once", 2), ("every", 4)])

@@ -1,22 +1,28 @@
 """Plans for machines with links that no plan may use: broken, not proven or not measured."""
 
+import random
 from itertools import combinations, permutations
 
 import msgspec
 import pytest
+from msgspec import UNSET
 
 from tccl_py.cli.plan import until_jobs_decide
-from tccl_py.errors import InputError
+from tccl_py.errors import BrokenLinkError, InputError, MeasurementError
 from tccl_py.model.cluster import Cluster, Host, NodeClass
-from tccl_py.model.links import LinkFact
 from tccl_py.model.machine import Knowledge, NvLink
+from tccl_py.model.transfer import parse_flow
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.transport import candidates, pair_mechanism
 from tccl_py.nccl.versions import LEVELS, version_facts
 from tccl_py.nccl.view import view
 from tccl_py.planning.planner import make_cluster_plan, make_plan
+from tccl_py.readers.nccl_topology import parse_nccl_topology
 from tccl_py.search.problem import Budget
+from tccl_py.sources.bench import Bench
+from tests.faulty_links import WHAT, Faulty, facts_on, links_of, random_faults, used_links
 from tests.networked import MadeUp, networked_machine
+from tests.random_machines import random_machine
 from tests.toy import toy_machine
 
 FEW = Budget(sets=60)
@@ -29,51 +35,11 @@ BRIDGED = msgspec.structs.replace(
     ),
 )
 FAR, NEAR = (0, 3), (0, 1)
-WHAT = "nothing that GPU 0 writes arrives"
 
 
-def with_facts(*pairs, state="broken", what=WHAT, verdict="hangs"):
+def with_facts(*pairs, state="broken"):
     """Knowledge with facts on these pairs of GPUs."""
-    facts = [
-        LinkFact(one=min(pair), other=max(pair), state=state, what=what, verdict=verdict)
-        for pair in pairs
-    ]
-    return Knowledge(links=tuple(facts))
-
-
-class Watched(MadeUp):
-    """Makes up rates, and notes the pairs of GPUs of which one uses the other's memory."""
-
-    def __init__(self, seed=0):
-        super().__init__(seed)
-        self.direct = set()
-
-    def measure(self, sets):
-        for transfers in sets:
-            self.direct |= {pair for flow in transfers.flows for pair in direct_pairs(flow)}
-        return super().measure(sets)
-
-
-def direct_pairs(flow):
-    """The pairs of GPUs in a flow of which one uses the other's memory, lower index first."""
-    ends = [{part.source, part.destination} for part in flow.transfers]
-    return {
-        tuple(sorted(place.index for place in pair))
-        for pair in ends
-        if {place.kind for place in pair} == {"G"}
-    }
-
-
-def p2p_of(machine, knowledge, settings, gpus):
-    """The pairs that communicators of any of these GPUs join by P2P, by brute force."""
-    used = set()
-    for size in range(2, len(gpus) + 1):
-        for some in combinations(gpus, size):
-            topo = view(machine, knowledge, settings, gpus=some)
-            for pair in permutations(some, 2):
-                if pair_mechanism(topo, *pair) in ("read", "write"):
-                    used.add(tuple(sorted(pair)))
-    return used
+    return facts_on(pairs, state=state)
 
 
 def ways(machine, settings, gpus):
@@ -92,11 +58,11 @@ def test_candidates_are_all_p2p_levels_without_a_broken_link_and_no_others(machi
             knowledge = with_facts(*pairs)
             made = candidates(machine, knowledge, version)
             for settings in made:
-                assert not p2p_of(machine, knowledge, settings, gpus) & set(pairs)
+                assert not used_links(machine, knowledge, settings, gpus) & set(pairs)
             outcomes = {ways(machine, settings, gpus) for settings in made}
             for level in levels:
                 settings = Settings(version=version, p2p_level=level)
-                is_sound = not p2p_of(machine, knowledge, settings, gpus) & set(pairs)
+                is_sound = not used_links(machine, knowledge, settings, gpus) & set(pairs)
                 assert is_sound == (not view(machine, knowledge, settings).unsound)
                 assert not is_sound or ways(machine, settings, gpus) in outcomes
             # Without any P2P it is NCCL_P2P_DISABLE that says so.
@@ -109,13 +75,13 @@ def test_candidates_are_all_p2p_levels_without_a_broken_link_and_no_others(machi
 
 
 def test_a_broken_link_fails_default_nccl_and_the_smallest_that_runs_is_recommended():
-    source = Watched()
-    plan = make_plan(BRIDGED, with_facts(FAR), source, budget=FEW, pinned_env=None, version="2.18")
+    source = Faulty(0)
+    plan = make_plan(BRIDGED, with_facts(FAR), source, budget=FEW, version="2.18")
     default = plan.choices["default"]
     assert default.rate_gbps is None
     assert default.fails.verdict == "hangs"
     assert [(pair.source, pair.target) for pair in default.fails.pairs] == [FAR]
-    assert FAR not in source.direct
+    assert FAR not in source.links
     measured = msgspec.structs.replace(plan, simulated=False)
     decided = until_jobs_decide(measured)
     running = [name for name in plan.choices if name != "default"]
@@ -126,7 +92,7 @@ def test_a_broken_link_fails_default_nccl_and_the_smallest_that_runs_is_recommen
         assert not view(BRIDGED, plan.knowledge, settings).unsound
     assert f"default NCCL hangs here, since {WHAT}; " in decided.advice
     # NVLinks stay: a level is a threshold for all pairs.
-    assert NEAR in source.direct
+    assert NEAR in source.links
     assert "NCCL_P2P_LEVEL=NVL" in decided.advice
     json = plan.to_dict()["choices"]["default"]
     assert json["fails"] == {"verdict": "hangs", "pairs": ({"from": 0, "to": 3},)}
@@ -134,7 +100,7 @@ def test_a_broken_link_fails_default_nccl_and_the_smallest_that_runs_is_recommen
 
 def test_without_any_sound_p2p_the_advice_is_to_disable_it():
     knowledge = with_facts(*combinations(range(4), 2))
-    plan = make_plan(PCIE, knowledge, Watched(), budget=FEW, version="2.18")
+    plan = make_plan(PCIE, knowledge, Faulty(0), budget=FEW, version="2.18")
     advice = until_jobs_decide(msgspec.structs.replace(plan, simulated=False)).advice
     assert advice.startswith("Set NCCL_P2P_DISABLE=1: default NCCL hangs here")
     assert "GB/s without P2P" in advice
@@ -142,12 +108,12 @@ def test_without_any_sound_p2p_the_advice_is_to_disable_it():
 
 @pytest.mark.parametrize("state", ["not proven", "not measured"])
 def test_links_that_are_only_doubtful_are_neither_measured_nor_rated_nor_called_failing(state):
-    source = Watched()
+    source = Faulty(0)
     plan = make_plan(PCIE, with_facts(NEAR, state=state), source, budget=FEW)
     default = plan.choices["default"]
     assert (default.rate_gbps, default.fails) == (None, None)
     assert default.note == WHAT
-    assert NEAR not in source.direct
+    assert NEAR not in source.links
     assert plan.recommended != "default"
     assert "default NCCL is not rated" in plan.advice
 
@@ -197,14 +163,98 @@ def test_a_broken_host_among_several_leaves_none_of_them_its_links():
         for name, knowledge in (("sound", Knowledge()), ("broken", with_facts(NEAR)))
     ]
     hosts = tuple(Host(name=f"n{n}", node_class=n % 2, slots=2) for n in range(4))
-    sources, tables = [Watched(0), Watched(0)], []
+    sources, tables = [Faulty(0), Faulty(0)], []
     cluster = Cluster(hosts=hosts, classes=tuple(classes))
     plan = make_cluster_plan(cluster, sources, budget=FEW, tables=tables)
     assert plan.stock.fails.verdict == "hangs"
     assert plan.stock.fails.pairs[0].source == "n1 GPU 0"
     assert plan.stock.rate_gbps is None
     assert plan.recommended != "default"
-    assert NEAR not in sources[1].direct
+    assert NEAR not in sources[1].links
     for settings in (plan.settings, plan.variables.settings):
         assert not view(machine, with_facts(NEAR), settings).unsound
     assert {table.stock.settings.p2p_level for table in tables} == {"LOC"}
+
+
+@pytest.mark.parametrize("how", ["facts", "broken", "unmeasured"])
+@pytest.mark.parametrize("seed", range(5))
+def test_plans_of_random_machines_with_random_faults_use_no_faulty_link(seed, how):
+    rng = random.Random(f"faulty {seed}")
+    text, _ = random_machine(rng, gpus=rng.choice((2, 3, 4, 4, 6)))
+    machine = parse_nccl_topology(text, where="random")
+    faults = random_faults(rng, machine)
+    knowledge = facts_on(faults) if how == "facts" else Knowledge()
+    source = Faulty(seed, faults, error=how)
+    plan = make_plan(machine, knowledge, source, budget=Budget(sets=20), subsets=False)
+    hops = [hop for ring in plan.rings for hop in ring.hops]
+    assert not faults & {link for hop in hops for link in links_of(hop.flow)}
+    assert plan.choices[plan.recommended].rate_gbps is not None
+    assert how != "facts" or not source.refused
+    # A source that was asked for no faulty link cannot tell of any.
+    if how == "facts" or source.refused:
+        for choice in plan.choices.values():
+            used = used_links(machine, plan.knowledge, choice.settings, plan.gpus)
+            assert choice.rate_gbps is None or not used & faults
+
+
+@pytest.mark.parametrize(("how", "state"), [("broken", "broken"), ("unmeasured", "not measured")])
+def test_a_source_that_refuses_links_gets_a_plan_of_the_others(how, state):
+    source = Faulty(0, [(0, 1), (1, 2), (1, 3)], error=how)
+    plan = make_plan(BRIDGED, Knowledge(), source, budget=FEW, version="2.18")
+    assert {(f.one, f.other): f.state for f in plan.knowledge.links} == dict.fromkeys(
+        source.faults, state
+    )
+    default = plan.choices["default"]
+    assert default.rate_gbps is None
+    assert (default.fails is None) == (how == "unmeasured")
+    assert plan.choices[plan.recommended].rate_gbps
+    # Nothing that was refused is asked for again.
+    assert len(source.refused) == len(set(source.refused))
+
+
+def test_a_transient_fault_is_no_fact_about_the_machine():
+    class Busy(Faulty):
+        """Refuses the first sets over a link."""
+
+        def measure(self, sets):
+            if len(self.refused) < 1 and any(links_of(f) for s in sets for f in s.flows):
+                self.refused.append(str(sets[0]))
+                raise MeasurementError("the GPUs are busy")
+            return super().measure(sets)
+
+    with pytest.raises(MeasurementError, match="busy"):
+        make_plan(PCIE, Knowledge(), Busy(0), budget=FEW, version="2.18")
+    bench = Bench(Busy(0))
+    with pytest.raises(MeasurementError, match="busy"):
+        make_plan(PCIE, Knowledge(), bench, budget=FEW, version="2.18")
+    assert not bench.unsound
+    assert make_plan(PCIE, Knowledge(), bench, budget=FEW, version="2.18").knowledge.links == UNSET
+
+
+def test_nothing_is_measured_again_over_a_link_that_was_named_broken():
+    source = Faulty(0, [(0, 1)])
+    bench = Bench(source)
+    for text in ("0:1", "0<1 2:3", "1:0"):
+        with pytest.raises(BrokenLinkError) as caught:
+            bench.measure(text)
+        assert caught.value.what == WHAT
+        assert [links_of(parse_flow(flow)) for flow in caught.value.flows] == [{(0, 1)}]
+    assert len(source.refused) == 1
+    assert bench.measure("2:3")[0].rate_gbps > 0
+
+
+def test_one_class_of_several_hosts_with_a_link_that_its_source_refuses():
+    machine = networked_machine(gpus=4, nics=2)
+    knowledge = Knowledge(peer_access_provenance="reported")
+    classes = tuple(NodeClass(name=n, machine=machine, knowledge=knowledge) for n in ("a", "b"))
+    hosts = tuple(Host(name=f"n{n}", node_class=n % 2, slots=4) for n in range(4))
+    sources = [Faulty(0), Faulty(0, [(2, 3)])]
+    tables = []
+    cluster = Cluster(hosts=hosts, classes=classes)
+    plan = make_cluster_plan(cluster, sources, budget=FEW, version="2.18", tables=tables)
+    sound, broken = plan.cluster.classes
+    assert sound.knowledge.links == UNSET
+    assert [(fact.one, fact.other) for fact in broken.knowledge.links] == [(2, 3)]
+    assert plan.stock.fails.pairs[0].source == "n1 GPU 2"
+    assert plan.recommended != "default"
+    assert len({(table.node_class, table.gpus) for table in tables}) == len(tables)

@@ -28,7 +28,7 @@ from tccl_profiler.precision import (
 )
 from tccl_profiler.program import MAX_REPEATS, Program
 from tccl_profiler.rates import Clock, offset_from_pings
-from tccl_py.errors import BudgetSpentError, MeasurementError
+from tccl_py.errors import BrokenLinkError, BudgetSpentError, MeasurementError
 from tccl_py.model.measurement import TOGETHER, FlowCoupling, Measurement, Sets, listed_sets
 from tccl_py.model.transfer import Flow, TransferSet, transfer_set
 
@@ -186,10 +186,13 @@ class Profiler:
             (sample,) = self._run(proof, window, None, repeats=1, check=True)
             for flow, wrong in zip(proof.transfers.flows, sample.wrong, strict=True):
                 if wrong:
-                    raise MeasurementError(
-                        f"{flow}: {wrong} packs of 16 bytes arrived other than they were sent; the "
-                        "path damages data: look for PCIe errors (dmesg), IOMMU and ACS settings"
-                    )
+                    what = f"damages data: {wrong} packs of 16 bytes arrived other than sent"
+                    if flow.kind == "direct":
+                        (part,) = flow.transfers
+                        what = f"P2P between {part.source} and {part.destination} {what}"
+                        raise BrokenLinkError([flow], what, verdict="wrong values")
+                    advice = "look for PCIe errors (dmesg), IOMMU and ACS settings"
+                    raise MeasurementError(f"{flow}: the path {what}; {advice}")
             if all(sample.gbps):
                 self._checked |= flows
                 return

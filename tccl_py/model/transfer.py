@@ -170,6 +170,12 @@ class Flow(TextValue):
         return self.transfers[0].destination.index if self.is_bounce else None
 
     @property
+    def peer_transfers(self) -> tuple[Transfer, ...]:
+        """Its transfers by which a GPU uses another GPU's memory."""
+        ends = ((part, part.source.kind + part.destination.kind) for part in self.transfers)
+        return tuple(part for part, kinds in ends if kinds == "GG")
+
+    @property
     def is_network(self) -> bool:
         """True if a NIC moves the bytes."""
         return self.kind == "network"

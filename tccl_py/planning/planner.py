@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.measurement import BandwidthSource, Measurement, dealt
 from tccl_py.nccl.settings import Settings, check_settings, pinned_level, pinned_values
 from tccl_py.nccl.versions import ASSUMED, plain_version
+from tccl_py.nccl.view import view
 from tccl_py.plan.chains import (
     CUT_SHORT,
     Alternative,
@@ -46,7 +47,7 @@ from tccl_py.planning.request import (
 from tccl_py.planning.study import Choice, JoinedRings, Stock, assembled, limit_gbps, measured_well
 from tccl_py.search.problem import Budget, Reporter
 from tccl_py.search.strategies import Strategy
-from tccl_py.sources.bench import Allowance
+from tccl_py.sources.bench import Allowance, Bench, UnsoundLinkError, bench_for
 
 if TYPE_CHECKING:
     from tccl_py.plan.tables import ClassRates, KeptTable
@@ -82,6 +83,66 @@ def plan_hosts(
     check_settings(Settings(version=version, p2p_level=pinned_level(pinned)))
     request = msgspec.structs.replace(request, version=version, pinned_env=pinned)
     class_gpus = gpus_of_classes(cluster) if gpus is None else (gpus,)
+    benches = [
+        None if source is None else bench_for(source, host.machine.name)
+        for source, host in zip(sources, cluster.classes, strict=True)
+    ]
+    more: dict[str, Any] = {"own_rings": own_rings, "reporter": reporter}
+    more["of_hosts"] = {"kept": kept, "tables": tables}
+    while True:
+        try:
+            with _judging_links(filter(None, benches)):
+                return _planned(request, cluster, class_gpus, benches, **more)
+        except UnsoundLinkError:
+            # The benches remember what they measured, and each time a link more is known.
+            del (tables or [])[:]
+            cluster = _with_links(cluster, class_gpus, benches, version)
+
+
+@contextmanager
+def _judging_links(benches: Iterable[Bench]) -> Iterator[None]:
+    """Find out in a block for which links sets cannot be measured; see Bench."""
+    judging = list(benches)
+    for bench in judging:
+        bench.judges_links = True
+    try:
+        yield
+    finally:
+        for bench in judging:
+            bench.judges_links = False
+
+
+def _with_links(
+    cluster: Cluster, class_gpus: Sequence[Order], benches: Sequence[Bench | None], version: str
+) -> Cluster:
+    """Return the cluster with the links that are unsound by its benches, all others tried too."""
+    classes = list(cluster.classes)
+    widest = Settings(version=version, p2p_level="SYS")
+    for number, bench in enumerate(benches):
+        if bench is None or not bench.unsound:
+            continue
+        host, knowledge = classes[number], classes[number].knowledge
+        facts = {(fact.one, fact.other): fact for fact in knowledge.links or ()}
+        topo = view(host.machine, knowledge, widest, gpus=class_gpus[number])
+        bench.try_links(sorted(topo.p2p - facts.keys()))
+        facts |= {(fact.one, fact.other): fact for fact in bench.unsound.values()}
+        links = tuple(fact for _, fact in sorted(facts.items()))
+        knowledge = msgspec.structs.replace(knowledge, links=links)
+        classes[number] = msgspec.structs.replace(host, knowledge=knowledge)
+    return msgspec.structs.replace(cluster, classes=tuple(classes))
+
+
+def _planned(
+    request: PlanRequest,
+    cluster: Cluster,
+    class_gpus: Sequence[Order],
+    sources: Sequence[Bench | None],
+    *,
+    of_hosts: dict[str, Any],
+    own_rings: OwnRings | None,
+    reporter: Reporter | None,
+) -> Plan:
+    """Plan for the hosts of a cluster, of which all links are known that no plan may use."""
     hosts: OneHost | SeveralHosts
     if cluster.closes:
         hosts = OneHost(
@@ -90,8 +151,8 @@ def plan_hosts(
     else:
         from tccl_py.planning import cluster_planner  # noqa: PLC0415 (not for one)
 
-        more: dict[str, Any] = {"kept": kept, "reporter": reporter, "tables": tables}
-        hosts = cluster_planner.SeveralHosts(request, cluster, class_gpus, sources, **more)
+        of_hosts["reporter"] = reporter
+        hosts = cluster_planner.SeveralHosts(request, cluster, class_gpus, sources, **of_hosts)
     with all_limited(hosts.sources, hosts.allowance):
         plan = hosts.plan()
         further = iter(()) if plan.cancelled else hosts.with_parts(plan)

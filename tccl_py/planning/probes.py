@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from tccl_py.errors import MeasurementError
+from tccl_py.errors import BrokenLinkError, MeasurementError
 from tccl_py.model.cluster import Cluster, SwitchTree, cabled_nics
 from tccl_py.model.machine import Machine
 from tccl_py.model.measurement import (
@@ -132,7 +132,7 @@ class PlacedSource:
             return [Measurement(transfers=transfers, samples_gbps=rates, **basis)]
         flows = [self._placed(flow, measured) for flow in measured]
         answers = []
-        for answer in ask(transfer_set(flows)):
+        for answer in self._told(ask, measured, flows):
             # Equal flows share their rates out.
             rows = dealt(answer.transfers.flows, answer.samples_gbps)
             placed, repeats = iter(flows), len(answer.samples_gbps[0])
@@ -143,6 +143,22 @@ class PlacedSource:
             more = {"samples_gbps": samples, "assumed": answer.assumed or bool(assumed)}
             answers.append(msgspec.structs.replace(answer, transfers=transfers, **more))
         return answers
+
+    def _told(
+        self,
+        ask: Callable[[TransferSet], Sequence[Measurement]],
+        flows: Sequence[Flow],
+        placed: Sequence[Flow],
+    ) -> Sequence[Measurement]:
+        """Ask for placed flows; a broken link's error names the class's flows in their place."""
+        try:
+            return ask(transfer_set(placed))
+        except BrokenLinkError as error:
+            of_class = dict(zip(map(str, placed), flows, strict=True))
+            named = [of_class[text] for text in error.flows if text in of_class]
+            if not named:  # The partner's links are not the class's.
+                raise MeasurementError(str(error)) from error
+            raise BrokenLinkError(named, error.what, verdict=error.verdict) from error
 
     def _assumed_rates(self, transfers: TransferSet) -> dict[Flow, float]:
         """Return the assumed rates of flows without measurement: they share their NIC's port."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from tccl_py.errors import (
+    BrokenLinkError,
     BudgetSpentError,
     InputError,
     MeasurementError,
@@ -19,6 +20,7 @@ from tccl_py.errors import (
     limit_reached,
     require,
 )
+from tccl_py.model.links import LinkFact, LinkVerdict
 from tccl_py.model.machine import Fingerprint
 from tccl_py.model.measurement import (
     BandwidthSource,
@@ -30,12 +32,19 @@ from tccl_py.model.measurement import (
     check_source,
     listed_sets,
 )
-from tccl_py.model.transfer import TransferSet
+from tccl_py.model.rings import direct_write
+from tccl_py.model.transfer import Flow, Place, Transfer, TransferSet, parse_flow, transfer_set
 from tccl_py.simulator.model import MachineModel
 from tccl_py.sources.journal import JournalContents, JournalFile, read_journal_of
 
 _SPENT = "as many sets were measured, or as long, as is allowed"
+MOST_FAILED = 8
+"""Links that cannot be measured, after which no more of them are tried."""
 Samples = Mapping[TransferSet, Sequence[Measurement]]
+
+
+class UnsoundLinkError(TcclError):
+    """A link carries no data, or cannot be measured: what is planned over it is planned anew."""
 
 
 class Allowance:
@@ -125,6 +134,10 @@ class Bench:
 
     Any object with `simulated` and `measure(sets)` is a source. An answer that does not fit its
     set, and an exception of the source's own, are a MeasurementError of that set.
+
+    `unsound` are the links that a BrokenLinkError named: nothing is measured over them any more.
+    With `judges_links` also those of which no transfer alone can be measured, where a set fails;
+    and each link more is an UnsoundLinkError.
     """
 
     def __init__(
@@ -146,7 +159,8 @@ class Bench:
         self._allowance, self._asked_before = Allowance(), 0
         self._measuring_s = 0.0
         self._on_set: Callable[[int], None] = lambda _: None
-        self.cut_short = self._is_begun = False
+        self.unsound: dict[tuple[Place, Place], LinkFact] = {}
+        self.cut_short = self._is_begun = self.judges_links = False
         self.times_measured = 0
         self.sets_remembered = 0
 
@@ -278,15 +292,22 @@ class Bench:
         except BudgetSpentError:
             self.cut_short = True
             raise
+        except MeasurementError as error:
+            if self._judge(transfers, error) and self.judges_links:
+                raise UnsoundLinkError(str(error)) from error
+            raise
         self._measuring_s += time.monotonic() - begun
-        if self._journal is not None:
-            self._journal.append(measurement)
-        self._new.setdefault(transfers, []).append(measurement)
-        self.times_measured += 1
+        self._keep(measurement)
         self._is_begun = True
         if hardware is not None:
             self._on_set(self.sets_measured)
         return measurement
+
+    def _keep(self, measurement: Measurement) -> None:
+        if self._journal is not None:
+            self._journal.append(measurement)
+        self._new.setdefault(measurement.transfers, []).append(measurement)
+        self.times_measured += 1
 
     def _ask(self, keys: Sequence[TransferSet], number: int = 0) -> list[TransferSet]:
         """Count sets that are asked for; return those that lack the sample, each once."""
@@ -304,6 +325,10 @@ class Bench:
     def _measured(self, transfers: TransferSet) -> Measurement:
         if self._source is None:
             raise MeasurementError(f"{transfers} is not in the journal")
+        for flow in transfers.flows if self.unsound else ():
+            for fact in map(self.unsound.get, map(_link, flow.peer_transfers)):
+                if fact is not None and fact.state == "broken":
+                    raise BrokenLinkError([flow], fact.what, verdict=fact.verdict)
         where = f"{transfers}: {type(self._source).__name__}.measure"
         try:
             answers = self._source.measure([transfers])
@@ -321,6 +346,57 @@ class Bench:
             share = f"{measurement.overlap:.0%}"
             raise MeasurementError(f"{transfers}: its flows ran together for only {share} of it")
         return measurement
+
+    # Links that carry no data.
+
+    def try_links(self, links: Iterable[tuple[int, int]]) -> None:
+        """Measure both directions of links between GPUs, each alone, unless they were measured.
+
+        Those that fail are `unsound` then, and after MOST_FAILED of them all others.
+        """
+        with suppress(BudgetSpentError):
+            for link in links:
+                self._try(direct_write(*ends).transfers[0] for ends in (link, link[::-1]))
+
+    def _judge(self, transfers: TransferSet, error: MeasurementError) -> bool:
+        """Note the links for which a set may have failed; return whether one was not known."""
+        known = len(self.unsound)
+        if isinstance(error, BrokenLinkError):
+            for part in (p for text in error.flows for p in parse_flow(text).peer_transfers):
+                self._note(part, error)
+        elif self.judges_links:
+            # Copy engines between GPUs are no part of plans.
+            parts = (part for flow in transfers.flows for part in flow.peer_transfers)
+            self._try(part for part in parts if not part.uses_copy_engine)
+        return len(self.unsound) > known
+
+    def _try(self, parts: Iterable[Transfer]) -> None:
+        measured = {p for known in self.sets for flow in known.flows for p in flow.peer_transfers}
+        for part in dict.fromkeys(parts):
+            if part in measured or _link(part) in self.unsound:
+                continue
+            failed = [fact for fact in self.unsound.values() if fact.state == "not measured"]
+            try:
+                if len(failed) >= MOST_FAILED:
+                    raise MeasurementError(f"not tried, as {MOST_FAILED} others cannot be")
+                self._keep(self._measured(transfer_set([Flow((part,), blocks=1)])))
+            except BudgetSpentError:
+                raise
+            except MeasurementError as error:
+                self._note(part, error)
+
+    def _note(self, part: Transfer, error: MeasurementError) -> None:
+        """Note that a transfer between GPUs cannot be measured, alone or in any set."""
+        one, other = link = _link(part)
+        ends: dict[str, Any] = {"one": one.index, "other": other.index}
+        if isinstance(error, BrokenLinkError):
+            known = error.verdict in get_args(LinkVerdict)
+            ends["verdict"] = error.verdict if known else "fails"
+            fact = LinkFact(state="broken", what=error.what, **ends)
+        else:
+            what = f"P2P between GPUs {one.index} and {other.index} cannot be measured"
+            fact = LinkFact(state="not measured", what=f"{what} ({error})", **ends)
+        self.unsound.setdefault(link, fact)
 
     # Limits.
 
@@ -397,3 +473,8 @@ class Bench:
         """Close the journal, if there is one; it already has every sample."""
         if self._journal is not None:
             self._journal.close()
+
+
+def _link(part: Transfer) -> tuple[Place, Place]:
+    """Return the two GPUs of a transfer between GPUs, in order."""
+    return min(part.source, part.destination), max(part.source, part.destination)
