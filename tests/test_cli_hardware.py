@@ -1,5 +1,6 @@
 """`tccl measure` and `tccl plan` on hardware: fakes, and the host backend where a run is real."""
 
+import contextlib
 import json
 import math
 import os
@@ -9,6 +10,7 @@ import sys
 import time
 import uuid
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -68,6 +70,26 @@ def test_without_a_driver_the_ways_out_are_named(monkeypatch):
     result = tccl("measure", "G0->G0->G1")
     assert result.exit_code == 2
     assert "measure this host's memory" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "command", [("plan", "-o", "plan"), ("measure", "G0->G0->G1"), ("advise",)], ids=" ".join
+)
+def test_missing_cupy_is_said_before_a_worker_starts(command, monkeypatch, tmp_path):
+    model = load_bundled(SMALL)
+    print_ = msgspec.structs.replace(PRINT, gpu_uuids=("GPU-1", "GPU-2", "GPU-3", "GPU-4"))
+    here = (model.machine, model.knowledge, print_)
+    monkeypatch.setattr("tccl_py.readers.live.discover_machine", lambda: here)
+    monkeypatch.setattr("tccl_py.readers.live.find_spec", lambda _: None)
+    nvml = contextlib.nullcontext(SimpleNamespace(nvmlSystemGetCudaDriverVersion=lambda: 13010))
+    monkeypatch.setattr("tccl_py.readers.live.opened_nvml", lambda _=None: nvml)
+    monkeypatch.chdir(tmp_path)
+    result = tccl(*command)
+    assert (result.exit_code, result.stdout) == (2, "")
+    *_, last = result.stderr.splitlines()
+    assert last.startswith("tccl: cupy-cuda13x: is not installed")
+    assert "; `pip install '.[cuda13]'`" in last
+    assert not list(tmp_path.iterdir())
 
 
 BAD = {

@@ -15,7 +15,7 @@ from tccl_py.errors import InputError
 from tccl_py.model.machine import Fingerprint, HiddenLink, Machine, Nic, NvLink, PciLink
 from tccl_py.nccl.paths import path_types
 from tccl_py.nccl.system import PathType
-from tccl_py.readers.live import discover_machine
+from tccl_py.readers.live import check_cupy, discover_machine
 from tccl_py.readers.sysfs import HostFiles
 
 GEN4 = PciLink(speed_gts=16.0, width=16)
@@ -48,6 +48,7 @@ class FakeNvml:
     NVMLError = NvmlError
     NVML_NVLINK_MAX_LINKS = 18
     NVML_FI_DEV_C2C_LINK_COUNT = 170
+    cuda = 12080
 
     def __init__(self, *gpus: FakeGpu, pairs: Any = lambda one, other: 0, broken: int = 0) -> None:
         self.gpus, self.pairs, self.broken, self.open = gpus, pairs, broken, False
@@ -62,6 +63,9 @@ class FakeNvml:
 
     def nvmlSystemGetDriverVersion(self) -> bytes:  # noqa: N802
         return b"570.86.15"
+
+    def nvmlSystemGetCudaDriverVersion(self) -> int:  # noqa: N802
+        return self.cuda
 
     def nvmlDeviceGetCount(self) -> int:  # noqa: N802
         return len(self.gpus)
@@ -445,3 +449,17 @@ def test_a_lost_gpu_stops_discovery_by_name_and_closes_nvml(host):
     assert caught.value.where == "GPU 1"
     assert "nvmlDeviceGetPciInfo" in caught.value.what
     assert not nvml.open
+
+
+@pytest.mark.parametrize(
+    ("cuda", "extra"), [(11040, "cuda12"), (12080, "cuda12"), (13000, "cuda13"), (14010, "cuda13")]
+)
+def test_missing_cupy_is_named_as_the_driver_needs_it(monkeypatch, cuda, extra):
+    nvml = FakeNvml(FakeGpu("0000:01:00.0"))
+    nvml.cuda = cuda
+    monkeypatch.setattr("tccl_py.readers.live.find_spec", lambda _: None)
+    said = rf"^cupy-{extra}x: is not installed, .*; `pip install '\.\[{extra}\]'`"
+    with pytest.raises(InputError, match=said):
+        check_cupy(nvml=nvml)
+    monkeypatch.setattr("tccl_py.readers.live.find_spec", lambda name: name)
+    check_cupy(nvml=nvml)

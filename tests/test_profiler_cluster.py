@@ -9,6 +9,7 @@ import struct
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -350,6 +351,18 @@ def test_a_host_without_gpus_says_what_a_job_can_do(monkeypatch):
     said = r"^host h0: this machine: no NVIDIA driver answers; .* `backend` host for a dry run"
     with pytest.raises(InputError, match=said):
         host_facts("h0", backend="cuda", devices=None, interfaces=())
+
+
+def test_a_host_without_cupy_says_so_before_its_workers_start(monkeypatch):
+    facts = host_facts("h1", backend="host", devices=2, interfaces=("lo",))
+    monkeypatch.setattr("tccl_profiler.cluster.agent.host_facts", lambda *_, **__: facts)
+    monkeypatch.setattr("tccl_py.readers.live.find_spec", lambda _: None)
+    nvml = contextlib.nullcontext(SimpleNamespace(nvmlSystemGetCudaDriverVersion=lambda: 12040))
+    monkeypatch.setattr("tccl_py.readers.live.opened_nvml", lambda _: nvml)
+    agent = Agent(None, name="h1")
+    agent.describe("cuda", None, ())
+    with pytest.raises(InputError, match=r"^host h1: cupy-cuda12x: .*`pip install '.\[cuda12\]'`"):
+        agent.open(("G0", "G1"), {}, "tcp")
 
 
 # Clocks

@@ -108,7 +108,9 @@ def test_a_reader_who_types_each_line_in_turn_has_the_command_and_no_directory_t
     ]
     typed = [line.removeprefix("$ ").partition("#")[0].strip() for line in lines]
     first = next(at for at, line in enumerate(typed) if line.startswith("tccl "))
-    assert typed[:first] == ["scripts/demo", ". .venv/bin/activate"]
+    with_gpus, *without = typed[:first]
+    assert re.fullmatch(r"pip install .\.\[cuda\d+,torch\].", with_gpus)
+    assert without == ["scripts/demo", ". .venv/bin/activate"]
     assert "${TCCL_VENV:-.venv}" in (ROOT / "scripts" / "_environment").read_text()
     written = [found[1] for line in typed if (found := re.match(r"tccl plan (\S+)", line))]
     assert len(written) >= 3

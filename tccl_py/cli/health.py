@@ -278,7 +278,7 @@ def advise(
         try:
             subject = machine_subject(advice_request(machine, p2p=p2p_argument(p2p)), notice)
         except InputError as error:
-            if machine is not None:
+            if machine is not None or error.where.startswith("cupy"):
                 raise
             right = "name a MACHINE, as in `tccl advise topology.xml`"
             raise InputError(error.where, error.what, right) from error

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from itertools import permutations
 from typing import Any
 
@@ -191,6 +192,21 @@ def driver_version() -> str:
             return _text(ask_nvml(nvml, "the driver", nvml.nvmlSystemGetDriverVersion))
     except Exception:
         return ""
+
+
+def check_cupy(host: str = "", *, nvml: Any = None) -> None:
+    """Check that cupy, which runs the measuring kernels, is installed here, on a job's `host`.
+
+    Raises InputError, with the package for the driver's CUDA version.
+    """
+    if find_spec("cupy") is not None:
+        return
+    with opened_nvml(nvml) as opened:
+        cuda = int(ask_nvml(opened, "the driver", opened.nvmlSystemGetCudaDriverVersion)) // 1000
+    extra = "cuda12" if cuda < 13 else "cuda13"
+    where, fault = f"cupy-{extra}x", "is not installed, and measures GPUs"
+    right = f"`pip install '.[{extra}]'`, as this driver is of CUDA {cuda}"
+    raise InputError(f"host {host}: {where}" if host else where, fault, right)
 
 
 def gpu_count() -> int:

@@ -106,9 +106,16 @@ def open_source(
 def open_session(
     place: MeasuredMachine, gpus: Sequence[int] | None, options: MeasurementOptions
 ) -> Session:
-    """Return the session that measures a machine; entering it starts the workers."""
+    """Return the session that measures a machine; entering it starts the workers.
+
+    Raises InputError: cupy is missing.
+    """
     from tccl_profiler.session import Session  # noqa: PLC0415
 
+    if place.backend == "cuda":
+        from tccl_py.readers.live import check_cupy  # noqa: PLC0415 (loads NVML)
+
+        check_cupy()
     return Session(
         place.machine,
         place.fingerprint,

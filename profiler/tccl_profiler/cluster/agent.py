@@ -44,6 +44,7 @@ from tccl_py.model.transfer import place_named
 from tccl_py.rank_processes.forkserver import ForkServer
 from tccl_py.rank_processes.rank import Rendezvous
 from tccl_py.rank_processes.tasks import RankOutput, Task, run_tasks
+from tccl_py.readers.live import check_cupy
 
 SILENCE_S = 30.0  # the controller is lost after so long without a message
 _RELEASE_S = 10.0  # lanes that wait to be released give up after as long; see Timeouts
@@ -207,6 +208,8 @@ class Agent:
             return {}, ()
         if self._facts is None:
             raise MeasurementError(f"host {self._name}: asked to start workers for nothing known")
+        if self._backend == "cuda":
+            check_cupy(self._name)
         if variables:
             # It tells hosts apart that share a kernel.
             variables["NCCL_HOSTID"] = self._name
