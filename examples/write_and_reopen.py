@@ -31,9 +31,9 @@ def main(directory: Path) -> None:
     again = tccl_py.load_plan(directory)
     print(f"differences: {tccl_py.diff(plan, again) or 'none'}")
     print(tccl_py.explain(again, tccl_py.Simulator(model)))
-    for command in ("explain", "check"):
+    for command in ("show --why", "check"):
         done = subprocess.run(
-            [sys.executable, "-m", "tccl_py", command, directory],
+            [sys.executable, "-m", "tccl_py", *command.split(), directory],
             stdout=subprocess.PIPE,
             text=True,
             check=True,

@@ -385,7 +385,7 @@ class Measured(Keys, kw_only=True):
 
 
 class Difference(Keys, kw_only=True):
-    """A fact in which two plans differ, as `tccl diff --json` prints it."""
+    """A fact in which two plans differ, as `tccl show DIR OTHER --json` prints it."""
 
     what: str
     values: Annotated[list[Any], says("of the first plan and of the second")]
@@ -469,7 +469,11 @@ COMMANDS: Mapping[str, Any] = {
     "validate": Judged,
     "workload": Workload,
 }
-TITLES = {"plan": "tccl plan, tccl show", "pairs": "tccl measure without sets"}
+TITLES = {
+    "plan": "tccl plan, tccl show",
+    "pairs": "tccl measure without sets",
+    "diff": "tccl show of two plans",
+}
 
 
 def schema(name: str) -> dict[str, Any]:

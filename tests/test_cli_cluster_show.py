@@ -366,8 +366,8 @@ def test_measuring_again_needs_the_hosts_of_a_measured_plan(tmp_path):
     parts = {"gpu1": "GPUs a", "gpu2": "GPUs b"}
     header = JournalHeader(machine="gpu1,gpu2", identity="", hosts=parts, simulated=False)
     JournalFile(tmp_path / "measurements.jsonl", header).close()
-    for command in ("check", "explain"):
-        refused(tccl(command, tmp_path), "by mpirun or srun")
+    for words in (("check",), ("show", "--why")):
+        refused(tccl(*words, tmp_path), "by mpirun or srun")
 
 
 @pytest.mark.parametrize(("port", "named"), [(0, "N0,N1"), (1, None)])

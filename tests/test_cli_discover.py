@@ -17,7 +17,12 @@ from tccl_py.model.machine import (
     description_to_json,
 )
 from tccl_py.readers.nccl_topology import read_nccl_topology
-from tccl_py.simulator.descriptions import load_machine, read_description
+from tccl_py.simulator.descriptions import (
+    bundled_names,
+    load_bundled,
+    load_machine,
+    read_description,
+)
 from tests.nccl_cases import CASES
 from tests.toy import toy_machine
 
@@ -76,6 +81,7 @@ def test_the_file_written_is_a_machine_for_every_command(option, file, tmp_path)
 
 def test_the_host_gives_knowledge_and_fingerprint_that_commands_use(monkeypatch, tmp_path):
     found = (BOX, NO_ACCESS, FINGERPRINT)
+    monkeypatch.setattr("tccl_py.cli.machines.gpu_count", lambda: 2)
     monkeypatch.setattr("tccl_py.cli.machines.discover_machine", lambda: found)
     path = tmp_path / "box.json"
     result = tccl("discover")
@@ -87,14 +93,32 @@ def test_the_host_gives_knowledge_and_fingerprint_that_commands_use(monkeypatch,
     assert type(model.machine) is type(BOX)
 
 
-def test_without_a_driver_the_sentence_names_what_else_to_give(monkeypatch):
+def test_without_gpus_the_models_are_listed_unless_a_file_is_to_be_written(monkeypatch, tmp_path):
     def no_driver():
         raise InputError("this machine", "no NVIDIA driver answers", "use --nvidia-smi FILE")
 
-    monkeypatch.setattr("tccl_py.cli.machines.discover_machine", no_driver)
-    result = tccl("discover")
+    monkeypatch.setattr("tccl_py.cli.machines.gpu_count", no_driver)
+    listed = tccl("discover")
+    assert listed.exit_code == 0
+    assert all(name in listed.stdout for name in bundled_names())
+    assert "28 measured, 4 assumed" in listed.stdout
+    found = json.loads(tccl("discover", "--json").stdout)
+    keys = ["name", "gpus", "gpu", "numa_nodes", "nics", "figures", "note", "source"]
+    assert [list(entry) for entry in found] == [keys] * len(bundled_names())
+    assert list(found[0]["figures"]) == ["measured", "published", "assumed"]
+    for result in (listed, tccl("discover", "-o", tmp_path / "box.json")):
+        assert "NVIDIA driver answers; use" in result.stderr
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "NVIDIA driver answers; use" in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", bundled_names())
+def test_a_named_machine_is_shown_with_its_devices(name):
+    result = tccl("discover", name)
+    assert result.exit_code == 0
+    assert all(f" {gpu.id} " in result.stdout for gpu in load_bundled(name).machine.gpus)
+    assert json.loads(tccl("discover", name, "--json").stdout)["machine"]["name"] == name
+    assert tccl("discover", name, "-o", "/dev/null").exit_code == 2
 
 
 def test_a_description_comes_back_as_it_was_written(tmp_path):
@@ -118,7 +142,7 @@ def test_a_damaged_description_is_refused(change, sentence, tmp_path):
     path = tmp_path / "box.json"
     content = json.loads(description_to_json(BOX, NO_ACCESS, FINGERPRINT))
     path.write_text(json.dumps(content | change))
-    result = tccl("machines", path)
+    result = tccl("discover", path)
     assert result.exit_code == 2
     assert result.stderr.startswith(f"tccl: {path}: ")
     assert sentence in result.stderr

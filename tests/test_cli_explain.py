@@ -1,4 +1,4 @@
-"""`tccl explain`: output, the file it keeps, and what it refuses."""
+"""`tccl show --why`: output, the file it keeps, and what it refuses."""
 
 import json
 from pathlib import Path
@@ -70,7 +70,7 @@ def measured(directory):
 
 
 def test_the_text_names_rings_causes_and_provenance(directory):
-    text = " ".join(done("explain", directory).stdout.split())
+    text = " ".join(done("show", "--why", directory).stdout.split())
     assert "amd-v100, GPUs 0,1,2,3: simulated" in text
     assert "NCCL: 4.00 GB/s " in text
     assert "bounce through the memory" in text
@@ -79,7 +79,7 @@ def test_the_text_names_rings_causes_and_provenance(directory):
 
 
 def test_the_json_is_what_is_kept(directory):
-    printed = json.loads(done("explain", directory, "--json").stdout)
+    printed = json.loads(done("show", "--why", directory, "--json").stdout)
     assert printed == json.loads((directory / "explanation.json").read_text())
     assert printed["simulated"] is True
     assert [ring["name"] for ring in printed["rings"]] == ["plan", "stock"]
@@ -87,21 +87,35 @@ def test_the_json_is_what_is_kept(directory):
 
 
 def test_nothing_is_measured_twice(directory):
-    first = json.loads(done("explain", directory, "--json").stdout)
-    again = json.loads(done("explain", directory, "--json").stdout)
+    first = json.loads(done("show", "--why", directory, "--json").stdout)
+    again = json.loads(done("show", "--why", directory, "--json").stdout)
     assert again["sets_measured"] == 0
     assert again["rings"] == first["rings"]
 
 
 def test_a_small_budget_says_what_is_left_open(directory):
-    found = json.loads(done("explain", directory, "--json", "--max-sets", 3).stdout)
+    found = json.loads(done("show", "--why", directory, "--json", "--max-sets", 3).stdout)
     assert found["sets_measured"] <= 3
     assert any(ring["unexplained"] for ring in found["rings"])
 
 
+def test_a_report_has_causes_without_being_asked(directory):
+    wrote = f"tccl: wrote {directory / 'report.html'}\n"
+    assert done("report", directory).stderr.endswith(f"explanation.json\n{wrote}")
+    assert Explanation.load(directory) is not None
+    page = (directory / "report.html").read_text()
+    assert "memory of NUMA node 1" in page
+    assert done("report", directory).stderr == wrote
+    assert (directory / "report.html").read_text() == page
+
+
+def test_options_of_causes_are_refused_without_them(directory):
+    assert "add --why" in refused("show", directory, "--max-sets", "3")
+
+
 def test_noise_and_seed_of_the_plan_are_kept(tmp_path):
     done("plan", "-o", tmp_path, "--simulate", NAME, "--noise", 0.03, "--seed", 5, "--max-sets", 20)
-    found = json.loads(done("explain", tmp_path, "--json").stdout)
+    found = json.loads(done("show", "--why", tmp_path, "--json").stdout)
     assert found["rings"][1]["findings"][0]["error"] > 0
 
 
@@ -112,17 +126,19 @@ def test_noise_and_seed_of_the_plan_are_kept(tmp_path):
         (["."], ".: holds no plan.json"),
         ([".", "--max-sets", "0"], "--max-sets: is 0; 1 to 1000000"),
         ([".", "--max-causes", "0"], "--max-causes: is 0; 1 to 100"),
+        ([".", "other"], "--why: is about one plan as it is"),
+        ([".", "--hops"], "--hops: is about one plan as it is"),
     ],
 )
 def test_what_cannot_be_explained_is_refused(arguments, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert refused("explain", *arguments).startswith(f"tccl: {said}")
+    assert refused("show", "--why", *arguments).startswith(f"tccl: {said}")
 
 
 def test_a_journal_of_another_model_is_refused(directory):
     journal = directory / "measurements.jsonl"
     journal.write_text(journal.read_text().replace("model ", "model 0"))
-    said = refused("explain", directory)
+    said = refused("show", "--why", directory)
     assert "model of amd-v100" in said
 
 
@@ -133,7 +149,7 @@ def test_a_measured_plan_is_not_explained_by_another_machine(directory, monkeypa
         raise InputError("this machine", "no NVIDIA driver answers (why)", "read a file")
 
     monkeypatch.setattr("tccl_py.readers.live.discover_machine", none)
-    said = refused("explain", directory)
+    said = refused("show", "--why", directory)
     assert "amd-v100: was measured" in said
     assert "explain it there" in said
 
@@ -141,7 +157,7 @@ def test_a_measured_plan_is_not_explained_by_another_machine(directory, monkeypa
 def test_a_measured_plan_without_its_journal_is_refused(directory):
     measured(directory)
     (directory / "measurements.jsonl").unlink()
-    assert "measurements.jsonl: does not" in refused("explain", directory)
+    assert "measurements.jsonl: does not" in refused("show", "--why", directory)
 
 
 def test_a_measured_plan_is_explained_on_its_machine(directory, monkeypatch):
@@ -149,7 +165,7 @@ def test_a_measured_plan_is_explained_on_its_machine(directory, monkeypatch):
     session = Fake(NAME, "G0 was warm")
     session.more = {}
     measures_by(monkeypatch, session, "tccl_py.planning.plan_sources")
-    result = done("explain", directory)
+    result = done("show", "--why", directory)
     assert "(measured)" in result.stdout
     assert "simulated" not in result.stdout
     assert "G0 was warm" in result.stderr
@@ -161,14 +177,14 @@ def test_a_measured_plan_is_explained_on_its_machine(directory, monkeypatch):
 def test_noise_that_is_no_number_makes_the_journal_another_models(noise, directory):
     journal = directory / "measurements.jsonl"
     journal.write_text(journal.read_text().replace('","sim', f', noise {noise}, seed 5","sim'))
-    assert "model of amd-v100" in refused("explain", directory)
+    assert "model of amd-v100" in refused("show", "--why", directory)
 
 
 def test_a_simulated_plan_over_unlike_hosts_is_explained_by_the_model_of_each(tmp_path):
     chains = {"gpu1": ((0, (0, 1, 2, 3), 1),), "gpu2": ((0, (0, 1), 1),)}
     made = cluster_plan([("gpu1", FOUR), ("gpu2", PAIR)], chains)
     write_plan(made, tmp_path, models={one.name: model_for(one) for one in (FOUR, PAIR)})
-    rings = json.loads(done("explain", tmp_path, "--json").stdout)["rings"]
+    rings = json.loads(done("show", "--why", tmp_path, "--json").stdout)["rings"]
     assert [one["node_class"] for one in rings] == ["four", "pair"]
     assert not (tmp_path / "measurements.jsonl").exists()
 
@@ -177,7 +193,7 @@ def test_rings_that_differ_from_default_nccls_by_channels_alone_are_said_to(tmp_
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     words = ("--simulate", "h200x4-vm", "--pin-env", "NCCL_P2P_DISABLE")
     done("plan", tmp_path / "plan", *words)
-    said = done("explain", tmp_path / "plan").stdout
+    said = done("show", "--why", tmp_path / "plan").stdout
     assert (
         "the plan's rings are default NCCL's, with 8 channels of 1 MiB in place of 4 of 4 MiB"
         in " ".join(said.split())

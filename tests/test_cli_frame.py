@@ -36,7 +36,7 @@ from tests.toy import toy_machine
 TOPOLOGY = CASES / "topologies" / "h200x4-vm.xml"
 GRAPH = CASES / "h200x4-vm" / "graph.xml"
 NAMES = ", ".join(bundled_names())
-COMMANDS = ("discover", "machines", "measure", "validate")
+COMMANDS = ("discover", "measure", "validate")
 SET = "G0->G0->G1"
 ON = ("--simulate", "h200x4-vm")
 OF = ("--machine", "h200x4-vm")
@@ -76,7 +76,7 @@ BAD = {
     "empty file of NCCL": (("uninstall", ""), "FILE: is empty; name a FILE"),
     "empty place": (("install", "box", "--conf", ""), "--conf: is empty; name a PATH"),
     "empty graph": (("validate", ""), "GRAPH.xml: is empty; name a GRAPH.xml"),
-    "empty other plan": (("diff", "box", ""), "OTHER: is empty; name a OTHER"),
+    "empty other plan": (("show", "box", ""), "OTHER: is empty; name a OTHER"),
     "empty directory": (("plan", *ON, "-o", ""), "--output: is empty; name a DIR"),
     "directory as output": (
         ("discover", "--nccl-topology", TOPOLOGY, "-o", "."),
@@ -140,7 +140,7 @@ BAD = {
         ("measure", SET, *ON, "--seed", "two"),
         "--seed 'two': is no whole number",
     ),
-    "one argument too many": (("show", "plan", "more"), "Not expected here: (more); see"),
+    "one argument too many": (("show", "plan", "other", "more"), "Not expected here: (more); see"),
     "no choice of a plan": (
         ("env", "plan", "--choice", "mine"),
         "--choice 'mine': is not known; one of default, large-buffers, variables, graph",
@@ -156,12 +156,12 @@ BAD = {
         "machine '': is neither bundled nor",
     ),
     "missing machine file": (
-        ("machines", "no/box.json"),
+        ("discover", "no/box.json"),
         "no/box.json: does not exist",
     ),
-    "directory as machine": (("machines", "."), ".: is a directory; name a file"),
+    "directory as machine": (("discover", "."), ".: is a directory; name a file"),
     "device as machine": (
-        ("machines", "/dev/zero"),
+        ("discover", "/dev/zero"),
         "/dev/zero: is not a regular file",
     ),
     "missing graph": (
@@ -232,7 +232,7 @@ FILES = {
 def test_a_file_that_is_no_machine_is_refused_by_name(sentence, tmp_path):
     path = tmp_path / "box"
     path.write_bytes(FILES[sentence])
-    result = tccl("machines", path)
+    result = tccl("discover", path)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith(f"tccl: {path}")
     assert f" {sentence}" in result.stderr
@@ -247,7 +247,7 @@ SHOWN = r"x\x07\x1b[31m\x9b31m\x7f\u202e\n"
     "arguments",
     [
         ("measure", SET, "--backend", HOSTILE),
-        ("machines", f"no/{HOSTILE}"),
+        ("discover", f"no/{HOSTILE}"),
         ("validate", f"no{HOSTILE}", *OF),
     ],
 )
@@ -267,7 +267,7 @@ def test_tables_and_verdicts_show_control_characters_and_send_none(tmp_path):
     box.write_text(encode_json(hostile))
     graph.write_bytes(GRAPH.read_bytes())
     for arguments in (
-        ("machines", box),
+        ("discover", box),
         ("measure", SET, "--simulate", box),
         ("validate", graph, *OF),
     ):
@@ -297,11 +297,11 @@ def test_help_has_an_example_and_no_unexplained_option(command):
 
 
 def test_an_interrupt_ends_without_a_word(monkeypatch):
-    def interrupted():
+    def interrupted(name):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tccl_py.cli.machines.bundled_names", interrupted)
-    result = tccl("machines")
+    monkeypatch.setattr("tccl_py.cli.machines.load_machine", interrupted)
+    result = tccl("discover", "h200x4-vm")
     assert (result.exit_code, result.output) == (130, "")
 
 
@@ -309,18 +309,18 @@ WAITING = """
 import time
 from tccl_py.cli import machines, main
 
-def wait():
+def wait(name):
     print("ready", flush=True)
     time.sleep(60)
 
-machines.bundled_names = wait
+machines.load_machine = wait
 main.main()
 """
 
 
 def test_a_signal_ends_the_process_without_a_trace():
     child = subprocess.Popen(
-        [sys.executable, "-c", WAITING, "machines"],
+        [sys.executable, "-c", WAITING, "discover", "h200x4-vm"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -371,7 +371,7 @@ class Waiting:
         print("ready", flush=True)
         time.sleep(60)
 
-machines.bundled_names = lambda: type("Class", (), {"name": Waiting()})
+machines.load_machine = lambda name: type("Class", (), {"name": Waiting()})
 main()
 """
 
@@ -380,7 +380,7 @@ INTERRUPTED = {
     for module in ("tccl_py.children", "tccl_py.cli.main", "typer", "numpy", "tccl_py.cli.plan")
 } | {
     "the interpreter's end": (ENDING,),
-    "a class in the making": (MAKING_A_CLASS, "machines"),
+    "a class in the making": (MAKING_A_CLASS, "discover", "h200x4-vm"),
 }
 
 
@@ -540,12 +540,15 @@ def test_a_cluster_needs_a_source_for_each_class():
 def test_an_exception_that_nobody_expects_is_no_answer(case):
     program = f"import sys\nimport tccl_py.__main__\n{FAILURES[case]}\ntccl_py.__main__.main()"
     done = subprocess.run(
-        [sys.executable, "-c", program, "machines"], capture_output=True, timeout=60, check=False
+        [sys.executable, "-c", program, "discover", "h200x4-vm"],
+        capture_output=True,
+        timeout=60,
+        check=False,
     )
     assert done.returncode == 2, done.stderr
 
 
-@pytest.mark.parametrize("arguments", [["--version"], ["machines"]])
+@pytest.mark.parametrize("arguments", [["--version"], ["discover"]])
 def test_a_program_that_is_not_installed_says_so_in_one_sentence(arguments):
     # Without site packages, as in a folder that was only copied.
     line = [sys.executable, "-S", "-E", "-m", "tccl_py", *arguments]
@@ -560,11 +563,11 @@ def test_a_reader_that_goes_away_is_no_error():
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as gone:
-        result = process("machines", stdout=gone)
+        result = process("discover", "h200x4-vm", stdout=gone)
     assert (result.returncode, result.stderr) == (141, "")
 
 
-@pytest.mark.parametrize("arguments", [("machines", "--json"), ("--help",), ("--version",)])
+@pytest.mark.parametrize("arguments", [("discover", "h200x4-vm"), ("--help",), ("--version",)])
 def test_a_full_disk_behind_stdout_is_one_sentence(arguments):
     with Path("/dev/full").open("w") as full:
         result = process(*arguments, stdout=full)
@@ -698,7 +701,7 @@ def test_verbose_shows_where_an_error_comes_from():
 
 
 def test_the_verbosity_of_a_command_ends_with_it():
-    tccl("-q", "machines")
+    tccl("-q", "discover")
     assert "newer than" in tccl("validate", GRAPH, *OF, "--nccl", "2.33").stderr
 
 

@@ -1,4 +1,4 @@
-"""`tccl measure` and `tccl machines`: figures, their order, their mark, and the journal."""
+"""`tccl measure`: figures, their order, their mark, and the journal."""
 
 import json
 
@@ -9,7 +9,7 @@ from tccl_py.cli.main import app
 from tccl_py.cli.measure import _row_json
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import parse_set
-from tccl_py.simulator.descriptions import bundled_names, load_bundled
+from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.journal import read_journal
 from tests.nccl_cases import CASES
@@ -128,27 +128,3 @@ def test_a_set_that_cannot_run_leaves_no_journal_behind(tmp_path):
     result = tccl("measure", "G0->G0->G1", "G0->G0->G9", "--simulate", BOX, "--journal", path)
     assert result.exit_code == 2
     assert not path.exists()
-
-
-def test_machines_lists_every_model_with_where_its_figures_come_from():
-    result = tccl("machines")
-    assert result.exit_code == 0
-    assert all(name in result.stdout for name in bundled_names())
-    assert "28 measured, 4 assumed" in result.stdout
-
-
-def test_machines_as_json_has_stable_keys():
-    found = json.loads(tccl("machines", "--json").stdout)
-    keys = ["name", "gpus", "gpu", "numa_nodes", "nics", "figures", "note", "source"]
-    assert [list(entry) for entry in found] == [keys] * len(bundled_names())
-    assert [entry["name"] for entry in found] == list(bundled_names())
-    assert list(found[0]["figures"]) == ["measured", "published", "assumed"]
-
-
-@pytest.mark.parametrize("name", bundled_names())
-def test_machines_shows_the_devices_of_one(name):
-    result = tccl("machines", name)
-    gpus = load_bundled(name).machine.gpus
-    assert result.exit_code == 0
-    assert all(f" {gpu.id} " in result.stdout for gpu in gpus)
-    assert json.loads(tccl("machines", name, "--json").stdout)["machine"]["name"]

@@ -600,16 +600,16 @@ def test_this_machine_is_planned_with_fewer_sets_than_a_model(tmp_path, monkeypa
     assert budgets == [1250, 2000, 40, 7]
 
 
-def test_diff_names_what_differs_between_two_plans_and_its_code_says_whether(tmp_path):
+def test_two_plans_are_shown_by_what_differs_between_two_plans_and_its_code_says_whether(tmp_path):
     for name, gpus in (("four", "0-3"), ("three", "0-2")):
         done = tccl("plan", tmp_path / name, "--simulate", "amd-v100", "--gpus", gpus)
         assert done.exit_code == 0
-    same = tccl("diff", tmp_path / "four", tmp_path / "four" / "plan.json")
+    same = tccl("show", tmp_path / "four", tmp_path / "four" / "plan.json")
     assert (same.exit_code, same.stdout) == (0, "no difference\n")
-    other = tccl("diff", tmp_path / "four", tmp_path / "three")
+    other = tccl("show", tmp_path / "four", tmp_path / "three")
     assert other.exit_code == 1
     assert re.search(r"gpus +│ 0 1 2 3 +│ 0 1 2 +│", other.stdout)
-    printed = tccl("diff", tmp_path / "four", tmp_path / "three", "--json")
+    printed = tccl("show", tmp_path / "four", tmp_path / "three", "--json")
     facts = {row["what"]: row["values"] for row in json.loads(printed.stdout)}
     assert facts["gpus"] == [[[0, 1, 2, 3]], [[0, 1, 2]]]
-    assert tccl("diff", tmp_path / "four", tmp_path / "none").exit_code == 2
+    assert tccl("show", tmp_path / "four", tmp_path / "none").exit_code == 2

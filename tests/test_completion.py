@@ -45,5 +45,5 @@ def test_commands_and_options_complete(complete):
 def test_choices_and_machines_complete(complete):
     assert complete("measure", "--backend", "") == {"cuda", "host"}
     assert complete("plan", "--simulate", "a") == {n for n in bundled_names() if n[0] == "a"}
-    assert complete("machines", "h200") == {"h200x4-vm"}
+    assert complete("discover", "h200") == {"h200x4-vm"}
     assert complete("plan", "--max-sets", "") == set()

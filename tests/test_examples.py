@@ -20,7 +20,7 @@ SAYS = {
     "read_plan.py": ("ring 0: (0, 3, 1, 2)", "simulated from assumed values", "<- slowest"),
     "rate_rings.py": ("the plan's 2 rings: ", "default NCCL: ", "(simulated)"),
     "own_source.py": ("rings ((0, 3, 1, 2),): ", "simulated", "ring (0, 2, 1, 3): "),
-    "write_and_reopen.py": ("differences: none", "tccl explain: ", "amd-3090: no drift"),
+    "write_and_reopen.py": ("differences: none", "tccl show --why: ", "amd-3090: no drift"),
     "own_strategy.py": ("two_opt: ", "no bound", "best-first: ", "simulated"),
     "plan_from_topo_text.py": ("assumed: every GPU's link", "simulated from assumed values"),
     "measure_own_sets.py": ("(host backend)", "95 % interval", "overlap"),

@@ -258,7 +258,7 @@ def test_a_directory_answers_by_its_journal_once_it_was_explained(tmp_path):
     plan.write(tmp_path, source)
     with pytest.raises(MeasurementError, match=r"is not in .*measurements\.jsonl"):
         explain(plan, open_source(tmp_path))
-    assert CliRunner().invoke(app, ["explain", str(tmp_path)]).exit_code == 0
+    assert CliRunner().invoke(app, ["show", "--why", str(tmp_path)]).exit_code == 0
     of_journal = explain(plan, open_source(tmp_path))
     assert (of_journal.sets_measured, of_journal.rings) == (0, explain(plan, source).rings)
 
@@ -313,7 +313,7 @@ def test_the_chains_of_a_cluster_are_explained_on_a_host_of_each_class(tmp_path)
     options = ("--simulate", "nvswitch-8gpu-8nic", "--nodes", "2", "--rings", "1")
     made = CliRunner().invoke(app, ["plan", "-o", str(directory), *options, "--max-sets", "20"])
     assert made.exit_code == 0, made.output
-    result = CliRunner().invoke(app, ["explain", str(directory), "--json"])
+    result = CliRunner().invoke(app, ["show", "--why", str(directory), "--json"])
     assert result.exit_code == 0, result.output
     found = Explanation.load(directory)
     (ring,) = found.rings

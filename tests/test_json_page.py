@@ -72,7 +72,7 @@ def test_plans_have_the_keys_of_the_page(folder):
         ("measure", ("measure", "0:1", "--simulate", "amd-v100", "--json")),
         ("workload", ("workload", "pipeline", "--ranks", "3", "--json")),
         ("pairs", ("measure", "--simulate", "amd-v100", "--json")),
-        ("diff", ("diff", "box", "box", "--json")),
+        ("diff", ("show", "box", "box", "--json")),
     ],
 )
 def test_commands_print_the_keys_of_the_page(folder, monkeypatch, name, words):

@@ -118,7 +118,7 @@ def test_commands_print_and_deliver_the_choice(plan, place):
     assert "chunks of send/recv as by default" in " ".join(shown.split())
     given = json.loads(tccl("env", place, "--choice", "large-buffers", "--json").stdout)
     assert (given["choice"], given["environment"]) == ("large-buffers", variables)
-    for words in (("report", place), ("diff", place, place), ("show", place, "--json")):
+    for words in (("report", place), ("show", place, place), ("show", place, "--json")):
         assert tccl(*words).exit_code == 0
 
 

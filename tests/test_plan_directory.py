@@ -195,7 +195,7 @@ def test_results_are_printed_of_a_plan_whose_directory_cannot_be_written(tmp_pat
     place = tmp_path / "plan"
     assert tccl("plan", place, "--simulate", SMALL, *QUICK).exit_code == 0
     before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
-    words = [sys.executable, "-m", "tccl_py", "explain", place]
+    words = [sys.executable, "-m", "tccl_py", "show", "--why", place]
     if os.geteuid() == 0:
         # Nothing but the mount keeps root from writing.
         words = ["unshare", "--mount", "sh", "-c", READ_ONLY, place, *words]

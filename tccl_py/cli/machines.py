@@ -1,4 +1,4 @@
-"""`tccl discover`, `machines` and `validate`: descriptions of machines, and verdicts by them."""
+"""`tccl discover` and `validate`: descriptions of machines, and verdicts by them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import typer
 
 from tccl_py.cli import options
-from tccl_py.cli.options import MACHINE_HELP, arg, gpus_argument, opt, p2p_argument, refuse
+from tccl_py.cli.options import MACHINE_HELP, arg, flag, gpus_argument, opt, p2p_argument, refuse
 from tccl_py.cli.output import BAD, GOOD, grid, print_table, results
 from tccl_py.cli.process import ANSWER_IS_NO, notice, notice_each, print_json, write_result
 from tccl_py.errors import InputError, counted
@@ -19,34 +19,49 @@ from tccl_py.nccl.variables import given_variables, notices, unfollowed
 from tccl_py.nccl.versions import ASSUMED, asked_version, known_versions, unchecked
 from tccl_py.plan.text import ring_lines
 from tccl_py.planning.installed_nccl import verdict_here
-from tccl_py.readers.live import discover_machine
+from tccl_py.readers.live import discover_machine, gpu_count
 from tccl_py.readers.nccl_topology import read_nccl_topology
 from tccl_py.readers.nvidia_smi import read_nvidia_smi
 from tccl_py.simulator.descriptions import bundled_names, load_bundled, load_machine
 from tccl_py.simulator.model import MachineModel, device_table, facts, model_cells, summary
 
+_OF_A_MODEL = ("beside MACHINE", "is about files or this machine", "leave one of the two out")
 _DRIVER_TELLS = ("", "is about files of a machine", "leave it out: the driver here tells")
 
 
 def discover(
+    name: str | None = arg("MACHINE", "A machine to show: a bundled model, or a file.", None),
     *,
     nccl_topology: Path | None = opt("FILE", "Read an NCCL topology XML."),
     nvidia_smi: Path | None = opt("FILE", "Read output of `nvidia-smi topo -m`, and of -L."),
     p2p: str | None = opt("yes|no", "Whether GPUs without NVLink have P2P, if FILE does not say."),
     output: Path | None = options.OUTPUT,
+    json: bool = flag("--json", "Print what is shown or listed as JSON."),
 ) -> None:
     """Describe a machine's GPUs, NUMA nodes, PCI tree, NVLinks and NICs as JSON.
 
     Without a file to read, this machine is asked: the NVIDIA driver and sysfs. Every command takes
-    the JSON as its MACHINE.
+    the JSON as its MACHINE. A named MACHINE is shown as a table. Without GPUs here the bundled
+    models are listed, with the parameters that were measured, published, or assumed.
 
     Examples:
 
         tccl discover -o box.json
+        tccl discover supermicro-h12dsg-8x3090
         tccl validate graph.xml --machine box.json
         (nvidia-smi topo -m; nvidia-smi topo -p2p r; nvidia-smi -L) > box.txt
         tccl discover --nvidia-smi box.txt -o box.json
     """
+    of_files = {
+        "--nccl-topology": nccl_topology,
+        "--nvidia-smi": nvidia_smi,
+        "--p2p": p2p,
+        "--output": output,
+    }
+    if name is not None:
+        refuse(of_files, _OF_A_MODEL)
+        _show(load_machine(name), json=json)
+        return
     if nccl_topology is not None and nvidia_smi is not None:
         fault = "has both --nccl-topology and --nvidia-smi"
         raise InputError("discover", fault, "give one file to read")
@@ -57,6 +72,14 @@ def discover(
         machine, knowledge = read_nvidia_smi(nvidia_smi)
     else:
         refuse({"--p2p": p2p}, _DRIVER_TELLS)
+        try:
+            gpu_count()
+        except InputError as error:
+            if output is not None:
+                raise
+            notice(f"{error}; these are the bundled models")
+            _list_models(json=json)
+            return
         machine, knowledge, fingerprint = discover_machine()
     knowledge = knowledge.with_p2p(machine, p2p_argument(p2p))
     notice_each(f"assumed: {text}" for text in knowledge.assumptions(machine))
@@ -66,22 +89,7 @@ def discover(
         notice(f"wrote {output}: {machine.name} with {gpus}")
 
 
-def machines(
-    name: str | None = arg("MACHINE", "A machine to show in detail; without it, a list.", None),
-    json: bool = options.JSON,
-) -> None:
-    """List the bundled machine models, or show one machine in detail.
-
-    The list says how many of a model's parameters were measured on such a machine, how many are
-    published, and how many are assumed from similar machines or data sheets.
-
-    Example:
-
-        tccl machines supermicro-h12dsg-8x3090
-    """
-    if name is not None:
-        _show(load_machine(name), json=json)
-        return
+def _list_models(*, json: bool) -> None:
     models = [load_bundled(bundled) for bundled in bundled_names()]
     if json:
         print_json([summary(model) for model in models])

@@ -35,15 +35,12 @@ from tccl_py.interrupts import INTERRUPTED, RAISE, at_interrupt
 
 COMMANDS = {
     "advise": ("health:advise", "Say in ten lines what to try first on a machine."),
-    "discover": ("machines:discover", "Describe a machine's GPUs, NUMA nodes, links and NICs."),
-    "machines": ("machines:machines", "List the bundled machine models, or show one machine."),
+    "discover": ("machines:discover", "Describe a machine, or list the bundled models."),
     "measure": ("measure:measure", "Measure how fast transfers are that run at the same time."),
     "overlap": ("overlap:overlap", "Time transfers one after the other, together, beside a GEMM."),
     "plan": ("plan:plan", "Find the best rings for a machine or a cluster, and write the files."),
-    "show": ("show:show", "Show a plan: rings, rates, bound, settings, and default NCCL."),
-    "explain": ("explain:explain", "Explain a plan: which transfers slow each other down."),
+    "show": ("show:show", "Show a plan, what slows it (--why), or how two differ."),
     "report": ("show:report", "Write a plan as one HTML page."),
-    "diff": ("show:diff", "Say in what two plans differ."),
     "env": ("env:env", "Print the environment for a job over some GPUs of a plan."),
     "run": ("env:run", "Run a job with the recommended choice of a plan."),
     "workload": ("workload:workload", "Show a job's collectives, from its logs or traces."),
@@ -268,7 +265,7 @@ def _frame(
 ) -> None:
     """Find fast communication rings for a machine's GPUs by measuring, and hand them to NCCL.
 
-    A MACHINE is the name of a bundled model (see `tccl machines`), a JSON file that this program
+    A MACHINE is the name of a bundled model (see `tccl discover`), a JSON file that this program
     wrote, or an NCCL topology XML. Rates are GB/s, 10^9 bytes a second.
 
     Exit codes: 0 done, 1 the answer is no, 2 wrong use or bad input.

@@ -19,7 +19,7 @@ _SIZE = re.compile(r"([0-9]{1,12}) ?([kmg]?)(?:i?b)?", re.ASCII)
 _LEAST_BYTES, _MAX_BYTES, _MAX_SIZES = 4, 16 << 30, 32
 
 MACHINE_HELP = (
-    "A bundled name (see `tccl machines`), a JSON file this program wrote, an NCCL topology XML, "
+    "A bundled name (see `tccl discover`), a JSON file this program wrote, an NCCL topology XML, "
     "or the text of `nvidia-smi topo -m`."
 )
 

@@ -11,18 +11,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
+from msgspec.structs import replace
 from rich.console import Console
 
 from tccl_py.cli import options
-from tccl_py.cli.options import arg, flag
+from tccl_py.cli.options import advanced, arg, flag, in_range, refuse
 from tccl_py.cli.output import GOOD, grid, print_table, results
-from tccl_py.cli.process import notice, print_json, write_result
-from tccl_py.errors import InputError
+from tccl_py.cli.process import ANSWER_IS_NO, check_result_file, notice, print_json, write_result
+from tccl_py.errors import InputError, TcclError
 from tccl_py.plan.chains import WORLD, PlanChain
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.text import assumptions, plan_json, planned_gpus, subset_files, summary
-from tccl_py.plan.text import diff as difference
+from tccl_py.plan.results import plan_in
+from tccl_py.plan.text import assumptions, diff, plan_json, planned_gpus, subset_files, summary
 
 if TYPE_CHECKING:
     from tccl_py.experiments.communication import Communication
@@ -32,6 +33,8 @@ _EQUAL = 1e-3
 _MOST_PATHS = 16
 """Of a cluster whose hosts differ there can be hundreds."""
 _Cells = tuple[str, ...]
+_WITHOUT_WHY = ("without --why", "is about causes of slow transfers", "add --why")
+_ALONE = ("", "is about one plan as it is", "leave out OTHER, or --why")
 _UNKNOWN = (
     "whether small messages, send/recv and all-to-all lose by what is recommended for large "
     "all-reduces, until `tccl verify` has run jobs"
@@ -40,24 +43,56 @@ _UNKNOWN = (
 
 def show(
     directory: Path = options.PLAN_PATH,
+    other: Path | None = arg("OTHER", "Another plan, to say in what the two differ.", None),
     *,
     hops: bool = flag("--hops", "List every hop with its rate."),
     sets: bool = flag("--sets", "List what communicators get by the plugin."),
+    why: bool = flag("--why", "Say which transfers slow each other down."),
+    max_sets: int | None = advanced("N", "With --why: sets to measure at most."),
+    max_causes: int | None = advanced("N", "With --why: slow sets to find at most."),
     json: bool = options.JSON,
 ) -> None:
     """Show a plan: rings, rates, the slowest hop, the bound, settings, and default NCCL.
 
-    Also NCCL's choices by message size, and those of a plan tuned by `tccl verify --tune`. A
-    cluster's plan has the order of hosts, and the paths of rings from NIC to NIC.
+    Also NCCL's choices by message size. A cluster's plan has the order of hosts, and the paths of
+    rings from NIC to NIC.
 
-    Example:
+    --why measures on the plan's hosts, or asks a simulated plan's model, and writes
+    DIR/explanation.json.
+
+    Exit codes: 0 done, 1 two plans differ, 2 wrong use.
+
+    Examples:
 
         tccl show my-plan --hops
+        tccl show my-plan --why
+        tccl show my-plan plan-of-last-week
     """
+    if not why:
+        refuse({"--max-sets": max_sets, "--max-causes": max_causes}, _WITHOUT_WHY)
+    refuse({"--hops": hops and (why or other), "--sets": sets and (why or other)}, _ALONE)
+    if other is not None:
+        refuse({"--why": why}, _ALONE)
+        _show_differences(directory, other, json=json)
+        return
+    if why:
+        _show_causes(directory, max_sets, max_causes, json=json)
+        return
     plan = load_plan(directory)
     if json:
         print_plan_json(plan, directory)
         return
+    _show_plan(plan, directory)
+    if hops:
+        print_table(results(), _hop_table(plan))
+    if sets:
+        rows = list(_set_table(plan))
+        print_table(results(), rows)
+        if len(rows) == 1:
+            results().print("sets: none has a graph file of its own; see the line plugin above")
+
+
+def _show_plan(plan: Plan, directory: Path) -> None:
     from tccl_py.experiments.record import Verification  # noqa: PLC0415
     from tccl_py.experiments.sizes import load_sizes  # noqa: PLC0415
     from tccl_py.plan.size_choices import (  # noqa: PLC0415 (not for a plan)
@@ -87,13 +122,6 @@ def show(
         console.print(f"note: {text}")
     title = "algorithm, protocol and channels by message size"
     print_table(console, entry_lines(load_sizes(directory)), title=title)
-    if hops:
-        print_table(console, _hop_table(plan))
-    if sets:
-        rows = list(_set_table(plan))
-        print_table(console, rows)
-        if len(rows) == 1:
-            console.print("sets: none has a graph file of its own; see the line plugin above")
 
 
 def print_plan_json(plan: Plan, directory: Path, workload: Communication | None = None) -> None:
@@ -216,28 +244,30 @@ def _path_name(plan: Plan, path: int) -> str:
     return f"{plan.cluster.classes[plan.paths[path].node_class].name} ({path})"
 
 
-def diff(
-    one: Path = arg("DIR", "A plan's directory, or its plan.json."),
-    other: Path = arg("OTHER", "Another plan's."),
-    *,
-    json: bool = options.JSON,
+def _show_causes(
+    directory: Path, max_sets: int | None, max_causes: int | None, *, json: bool
 ) -> None:
-    """Say in what two plans differ: machines, rings, rates, settings, pinned variables.
+    from tccl_py.cli.why import find_causes, print_causes  # noqa: PLC0415 (slow)
 
-    The exit code is 1 if the plans differ.
+    in_range("--max-sets", 1 if max_sets is None else max_sets, 1_000_000)
+    in_range("--max-causes", 1 if max_causes is None else max_causes, 100)
+    plan = plan_in(directory)
+    explanation = find_causes(plan, directory, max_sets=max_sets, max_causes=max_causes)
+    if json:
+        print_json(explanation)
+    else:
+        print_causes(explanation, plan, results())
 
-    Example:
 
-        tccl diff my-plan plan-of-last-week
-    """
-    differences = difference(load_plan(one), load_plan(other))
+def _show_differences(one: Path, other: Path, *, json: bool) -> None:
+    differences = diff(load_plan(one), load_plan(other))
     if json:
         print_json([{"what": name, "values": list(both)} for name, both in differences.items()])
     else:
         rows = [(name, *map(_words, both)) for name, both in differences.items()]
         print_table(results(), [("", str(one), str(other)), *rows])
     if differences:
-        raise typer.Exit(1)
+        raise typer.Exit(ANSWER_IS_NO)
     if not json:
         results().print("no difference")
 
@@ -261,18 +291,28 @@ def report(
     """Write a plan as one HTML page: machine, rings, rates, settings, and how to use them.
 
     The page needs no network and no other file. An earlier report is replaced, any other file only
-    with --force.
+    with --force. Where `tccl show --why` has not run, it runs first, if it can here.
 
     Example:
 
         tccl report my-plan
     """
     # Templates take long to load; no other command needs them.
+    from tccl_py.cli.why import find_causes  # noqa: PLC0415
     from tccl_py.report.contents import read_contents  # noqa: PLC0415
     from tccl_py.report.page import REPORT_FILE, check_replaceable, report_html  # noqa: PLC0415
 
+    check_result_file("--output", output)
     contents = read_contents(directory)
     target = directory / REPORT_FILE if output is None else output
     check_replaceable(target, directory, force=force)
+    if contents.explanation is None:
+        try:
+            explanation = find_causes(contents.plan, directory)
+        except TcclError as error:
+            notice(f"without causes of slow transfers: {error}")
+        else:
+            # Sets that were measured for it are in the journal.
+            contents = replace(read_contents(directory), explanation=explanation)
     write_result(report_html(contents), target)
     notice(f"wrote {target}")

@@ -167,6 +167,6 @@ def test_verify_runs_a_jobs_rings_over_all_hosts_and_every_sum_is_right(exported
 
 def test_check_and_explain_measure_over_the_hosts_again(planned):
     mpirun("check", planned, "--max-seconds", "20", codes=(0, 1), **SHARE)
-    mpirun("explain", planned, "--max-sets", "4", "--max-causes", "1", **SHARE)
+    mpirun("show", "--why", planned, "--max-sets", "4", "--max-causes", "1", **SHARE)
     assert eventually(lambda: not workers())
     assert eventually(lambda: used_mib() <= MOST_LEFT_MIB)

@@ -126,7 +126,7 @@ def test_its_communicators_have_the_rings_of_their_gpus_by_an_installed_plugin(
 
 
 def test_explain_check_and_preflight_measure_again(tccl, directory):
-    tccl("explain", directory, "--max-sets", "4", "--max-causes", "1", **SHARE)
+    tccl("show", "--why", directory, "--max-sets", "4", "--max-causes", "1", **SHARE)
     tccl("check", directory, "--max-seconds", "45", codes=(0, 1), **SHARE)
     tccl("check", directory, "--preflight", "--json", codes=(0, 1), **(SHARE | _pinned()))
 

@@ -99,7 +99,7 @@ def test_the_plan_is_explained_and_checked_on_its_hosts(planned, namespaces):
     _, directory = planned
     plan = load_plan(directory)
     refused = namespaces.start("check", str(directory), hosts=GIVEN[:2])
-    ran = namespaces.run("explain", str(directory), "--json", "--max-sets", "8", hosts=GIVEN)
+    ran = namespaces.run("show", "--why", str(directory), "--json", "--max-sets", "8", hosts=GIVEN)
     assert ran.code == 0, ran.stderr
     found = json.loads(ran.stdout)
     assert not found["simulated"]
