@@ -13,26 +13,20 @@ from tests.adversaries import KINDS, Adversary
 from tests.fakes import SharedResources, two_uplinks
 from tests.planned import SMALL, plan_of
 from tests.reference_strategies import brute_force
-from tests.test_search import problem_for, switches
+from tests.test_search import Measured, by_bounds, problem_for, switches
 
 SHAPES = ((4, 2, (1,)), (4, 2, (1, 2)), (5, 5, (1,)), (6, 3, (1,)), (6, 2, (1,)))
 """GPUs, GPUs below a switch, and numbers of rings."""
 CASES = 230
 
 
-class Hardware:
-    """A simulator that promises nothing of its rates, as hardware."""
-
-    simulated = False
-
-    def __init__(self, model):
-        self._simulator = Simulator(model)
-
-    def measure(self, sets):
-        answers = self._simulator.measure(sets)
-        return [msgspec.structs.replace(answer, simulated=False) for answer in answers]
+def measured_plan(name):
+    model = load_bundled(name)
+    source = Measured(Simulator(model))
+    return make_plan(model.machine, model.knowledge, source, subsets=False)
 
 
+@by_bounds
 def test_no_adversary_gets_a_false_proof_and_most_are_found_out():
     wrong = dict.fromkeys(KINDS, 0)
     for seed in range(CASES):
@@ -52,15 +46,14 @@ def test_no_adversary_gets_a_false_proof_and_most_are_found_out():
 def test_where_adding_a_transfer_helps_no_bound_is_given():
     source = SharedResources(lambda flow: [str(flow)], lambda resource: 10.0)
     alone = source.true_rate
-    source.true_rate = lambda transfers: alone(transfers) * (2 if len(transfers) == 5 else 1)
-    result = find_rings(problem_for(source, 5))
+    source.true_rate = lambda transfers: alone(transfers) * (2 if len(transfers) == 7 else 1)
+    result = find_rings(problem_for(source, 7))
     assert (result.rate_gbps, result.bound_gbps, result.proven) == (20, None, False)
     assert "faster than a part" in result.notices[0]
 
 
 def test_measured_rings_are_best_found_and_say_what_the_bound_assumes():
-    model = load_bundled(SMALL)
-    plan = make_plan(model.machine, model.knowledge, Hardware(model), subsets=False)
+    plan = measured_plan("amd-3090")
     assert plan.at_bound
     assert not plan.proven
     assert "best found within 1 %" in proof(plan)
@@ -68,6 +61,11 @@ def test_measured_rings_are_best_found_and_say_what_the_bound_assumes():
     assert "never speeds up" in monotone
     assert "symmetry" in symmetric
     assert "drawn at random" in symmetric
+
+
+def test_a_measured_plan_of_few_rings_is_proven_without_an_assumption():
+    plan = measured_plan(SMALL)
+    assert (plan.proven, plan.bound_assumptions) == (True, ())
 
 
 def test_the_only_ring_is_proven_without_an_assumption():

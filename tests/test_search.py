@@ -1,5 +1,7 @@
 """Strategies: right answers, few questions, honest bounds."""
 
+from unittest import mock
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -26,10 +28,28 @@ def problem_for(source, gpus, *, counts=(1,), mechanisms=1, symmetry=None, missi
     )
 
 
+by_bounds = mock.patch("tccl_py.search.strategies.FEW_RING_SETS", 0)
+"""Small problems as if their ring sets were many, so that brute force can follow the search."""
+
+
+class Measured:
+    """The rates of a model, as if they were measured."""
+
+    simulated = False
+
+    def __init__(self, source):
+        self._source = source
+
+    def measure(self, sets):
+        answers = self._source.measure(sets)
+        return [msgspec.structs.replace(answer, simulated=False) for answer in answers]
+
+
 def switches(gpus=4, per_switch=2):
     return automorphisms(toy_machine(gpus=gpus, per_switch=per_switch))
 
 
+@by_bounds
 @settings(max_examples=80, deadline=None)
 @given(st.integers(0, 10**6), st.integers(2, 5), st.integers(1, 3))
 def test_best_first_equals_brute_force_for_single_rings(seed, gpus, mechanisms):
@@ -41,6 +61,7 @@ def test_best_first_equals_brute_force_for_single_rings(seed, gpus, mechanisms):
     assert best.proven
 
 
+@by_bounds
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from([(3, (1, 2)), (4, (1, 2)), (3, (1, 2, 4))]))
 def test_best_first_equals_brute_force_for_ring_sets(seed, shape):
@@ -51,6 +72,7 @@ def test_best_first_equals_brute_force_for_ring_sets(seed, shape):
     assert brute.rate_gbps <= best.bound_gbps * (1 + 1e-9)
 
 
+@by_bounds
 @settings(max_examples=40, deadline=None)
 @given(st.floats(5, 60), st.floats(5, 60), st.sampled_from([(1,), (1, 2), (1, 2, 4)]))
 def test_symmetry_changes_the_questions_but_not_the_answer(uplink, port, counts):
@@ -59,6 +81,45 @@ def test_symmetry_changes_the_questions_but_not_the_answer(uplink, port, counts)
     fewer = find_rings(problem_for(source, 4, counts=counts, symmetry=switches()))
     assert fewer.rate_gbps == pytest.approx(plain.rate_gbps, rel=0.011)
     assert fewer.sets_measured <= plain.sets_measured
+
+
+@pytest.mark.parametrize(
+    ("gpus", "mechanisms", "counts", "sets"),
+    [(3, 1, (1, 2), 5), (3, 2, (1,), 16), (4, 1, (1, 2), 27), (4, 1, (4,), 126), (5, 1, (1,), 24)],
+)
+def test_few_ring_sets_are_each_measured_and_nothing_else(gpus, mechanisms, counts, sets):
+    for seed in range(5):
+        source = Measured(random_resources(seed))
+        problem = problem_for(source, gpus, counts=counts, mechanisms=mechanisms)
+        best, brute = find_rings(problem), find_rings(problem, strategy=brute_force)
+        assert best.sets_measured == sets
+        assert best.rate_gbps == best.bound_gbps == brute.rate_gbps
+        assert (best.proven, best.assumptions) == (True, ())
+
+
+def test_one_of_few_ring_sets_that_a_sound_symmetry_exchanges_is_measured():
+    source = two_uplinks(bounds_hold=True)
+    result = find_rings(problem_for(source, 4, counts=(1, 2), symmetry=switches()))
+    assert result.sets_measured < 15
+    assert (result.rate_gbps, result.proven) == (10, True)
+
+
+def test_few_ring_sets_of_which_one_cannot_be_measured_have_no_bound():
+    class Failing(Bench):
+        def measure(self, sets):
+            if self.times_measured == 4:
+                raise MeasurementError(f"{sets[0]}: no room for its FIFOs")
+            return super().measure(sets)
+
+    result = find_rings(problem_for(Failing(random_resources(3)), 4))
+    assert (result.bound_gbps, result.proven) == (None, False)
+    assert result.sets_measured == 4
+
+
+def test_few_ring_sets_beyond_the_budget_are_searched_by_bounds():
+    result = find_rings(problem_for(random_resources(3), 4, counts=(1, 2), budget=Budget(sets=20)))
+    assert result.sets_measured <= 20
+    assert result.rate_gbps <= result.bound_gbps
 
 
 def test_two_rings_over_two_uplinks_beat_any_single_ring():
@@ -76,6 +137,7 @@ def test_two_rings_over_two_uplinks_beat_any_single_ring():
     assert len(double.rings.rings) == 2
 
 
+@by_bounds
 def test_one_slower_hop_changes_the_ring():
     before = find_rings(problem_for(two_uplinks(), 4, symmetry=switches()))
     slow = str(before.rings.rings[0].hops[0].flow)
@@ -85,6 +147,7 @@ def test_one_slower_hop_changes_the_ring():
     assert after.rate_gbps == before.rate_gbps
 
 
+@by_bounds
 def test_a_false_symmetry_is_found_out_by_measuring_the_answer():
     ascending = "G0->G0->G1"
     source = two_uplinks(alone={ascending: 2.0, "G1->G1->G0": 2.0, "G2->G2->G3": 2.5})
@@ -100,6 +163,7 @@ def test_every_set_is_asked_for_once():
     assert len(source.calls) == len(set(source.calls)) == result.sets_measured
 
 
+@by_bounds
 def test_no_prefix_is_measured_on_the_way_to_the_first_ring():
     source = two_uplinks()
     find_rings(problem_for(source, 4, symmetry=switches()))
@@ -127,6 +191,7 @@ def test_best_first_asks_at_most_a_tenth_of_what_the_eager_search_asks():
 
 
 @pytest.mark.parametrize("seed", range(40))
+@by_bounds
 def test_with_five_percent_noise_the_true_rate_is_never_five_percent_below(seed):
     source = random_resources(seed, noise=0.05)
     result = find_rings(problem_for(source, 4, counts=(1, 2), noise=0.05))
@@ -157,6 +222,7 @@ def test_a_spent_budget_gives_the_best_so_far_and_a_true_bound():
 
 
 @pytest.mark.parametrize("seed", range(60, 80))
+@by_bounds
 def test_a_set_that_cannot_be_measured_leaves_a_true_bound(seed):
     class Failing(Bench):
         bounds_hold = True
@@ -237,19 +303,6 @@ def test_one_gpu_makes_no_ring():
 
 def test_two_gpus_make_one():
     assert find_rings(problem_for(two_uplinks(), 2)).rings.rings[0].gpus == (0, 1)
-
-
-class Measured:
-    """The rates of a model, as if they were measured."""
-
-    simulated = False
-
-    def __init__(self, source):
-        self._source = source
-
-    def measure(self, sets):
-        answers = self._source.measure(sets)
-        return [msgspec.structs.replace(answer, simulated=False) for answer in answers]
 
 
 def test_a_result_says_whether_it_is_simulated():

@@ -29,7 +29,7 @@ from tccl_py.search.bounds import (
     crossings,
     smallest_slow_part,
 )
-from tccl_py.search.problem import HopIndex, SearchProblem, admitted, all_ring_sets
+from tccl_py.search.problem import HopIndex, SearchProblem, admitted
 
 MAX_STATES = 10_000
 """States visited for one ring count before the search gives up on a proof."""
@@ -44,6 +44,12 @@ CROSSING_SETS = 64
 MAX_FINALISTS = 64
 """Runners-up kept; more matter only where measurements are very noisy."""
 Sequences = tuple[tuple[int, ...], ...]
+"""The hop numbers of each ring of a set."""
+
+
+def chained(sequences: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Return the hops of all rings of a set, one after the other."""
+    return tuple(itertools.chain.from_iterable(sequences))
 
 
 # The best ring set so far, and runners-up that noise may have misjudged.
@@ -57,7 +63,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def hops(self) -> tuple[int, ...]:
         """All hops of all rings."""
-        return tuple(hop for sequence in self.sequences for hop in sequence)
+        return chained(self.sequences)
 
     @property
     def rings(self) -> RingSet:
@@ -109,6 +115,15 @@ class Incumbent:
         self._candidates.sort(key=lambda c: (-round(c.score, 6), c.bounces, len(c.sequences)))
         del self._candidates[MAX_FINALISTS:]
 
+    def measure(
+        self, evaluator: Evaluator, index: HopIndex, sequences: Sequence[Sequence[int]]
+    ) -> None:
+        """Measure a ring set and offer it."""
+        measurement = evaluator.measurement(index, chained(sequences))
+        self.error = max(self.error, evaluator.relative_error(measurement))
+        score = len(sequences) * measurement.rate_gbps
+        self.offer(score, index, sequences, at=evaluator.sets_measured)
+
     @property
     def candidates(self) -> tuple[Candidate, ...]:
         """The best candidate and the runners-up."""
@@ -143,14 +158,14 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def all_hops(self) -> tuple[int, ...]:
         """Hops of the whole rings and of the path."""
-        return (*itertools.chain.from_iterable(self.rings), *self.hops)
+        return (*chained(self.rings), *self.hops)
 
 
 class RingSetSearch:
     """The search for sets of `count` rings; shares evaluator and incumbent with other counts.
 
-    Call `dive`, then `enumerate_all` where ring sets are few, else `relax` and `run`. Each raises
-    BudgetSpentError when the budget is used up; `bound_gbps` holds all the same.
+    Call `dive`, `relax` and `run`. Each raises BudgetSpentError when the budget is used up;
+    `bound_gbps` holds all the same.
     """
 
     def __init__(
@@ -201,19 +216,6 @@ class RingSetSearch:
         self._relaxation_bound = best_connected(self._weights(self.bounds.single))
         self._search(DIVE_SETS)
 
-    def enumerate_all(self) -> None:
-        """Measure every ring set that could still beat the incumbent."""
-        if self.bound_gbps <= self._enough * self.count:
-            return
-        for sequences in all_ring_sets(self.index, self.count, self._rule):
-            hops = [hop for sequence in sequences for hop in sequence]
-            bound = self.bounds.bound(hops)
-            if bound > self._enough:
-                self._offer(sequences, hops)
-                bound = min(bound, self._evaluator.upper(self.index, hops))
-            self._discarded_bound = max(self._discarded_bound, bound)
-        self._queue.clear()
-
     def relax(self, cuts: Sequence[Sequence[int]]) -> None:
         """Bound all ring sets by the hops that cross each cut."""
         for cut in cuts:
@@ -233,13 +235,6 @@ class RingSetSearch:
         """Search until nothing can beat the incumbent, or MAX_STATES or the budget is spent."""
         if self._relaxation_bound > self._enough:
             self._search(self._problem.budget.idle_sets)
-
-    def _offer(self, sequences: Sequence[Sequence[int]], hops: Sequence[int]) -> None:
-        rate = self._evaluator.rate(self.index, hops)
-        error = self._evaluator.relative_error(self._evaluator.measurement(self.index, hops))
-        self._incumbent.error = max(self._incumbent.error, error)
-        at = self._evaluator.sets_measured
-        self._incumbent.offer(self.count * rate, self.index, sequences, at=at)
 
     def _classes(self) -> list[tuple[int, ...]]:
         """List one hop of each kind; for several rings also one pair of each kind, if few."""
@@ -299,7 +294,7 @@ class RingSetSearch:
 
     def _measure(self, state: State) -> None:
         hops = state.all_hops
-        self._offer(state.rings, hops)
+        self._incumbent.measure(self._evaluator, self.index, state.rings)
         upper = self._evaluator.upper(self.index, hops)
         self._discarded_bound = max(self._discarded_bound, min(upper, state.bound))
         if upper > self._enough:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -18,10 +18,11 @@ from tccl_py.errors import (
 )
 from tccl_py.model.rings import Ring, ring_like
 from tccl_py.model.symmetry import Symmetry, keeping
-from tccl_py.search.best_first import Candidate, Incumbent, RingSetSearch
+from tccl_py.search.best_first import Candidate, Incumbent, RingSetSearch, Sequences, chained
 from tccl_py.search.bounds import DIFFERENCE, Evaluator, checked_index, distinct_cuts
 from tccl_py.search.problem import (
     HopIndex,
+    Hops,
     Progress,
     Reporter,
     SearchProblem,
@@ -74,6 +75,7 @@ class Run:
         self.symmetric = False
         self._reporter = reporter
         self._count = min(problem.spaces)
+        self._plain: dict[int, HopIndex] = {}
 
     @property
     def bound_gbps(self) -> float:
@@ -99,9 +101,7 @@ class Run:
     def offer(self, index: HopIndex, sequences: Sequence[Sequence[int]]) -> None:
         """Measure a ring set and offer it to the incumbent."""
         before = self.incumbent.score
-        rate = self.evaluator.rate(index, [hop for sequence in sequences for hop in sequence])
-        at = self.evaluator.sets_measured
-        self.incumbent.offer(len(sequences) * rate, index, sequences, at=at)
+        self.incumbent.measure(self.evaluator, index, sequences)
         if self.incumbent.score > before:
             self.report()
 
@@ -137,9 +137,11 @@ class Run:
 
     def plain_index(self, count: int) -> HopIndex:
         """Index the hops of one ring count without symmetry: every set is measured as it is."""
-        symmetry = self.problem.symmetry
-        identity = keeping(symmetry, np.zeros(len(symmetry.elements), dtype=bool))
-        return HopIndex(self.problem.spaces[count], identity)
+        if count not in self._plain:
+            symmetry = self.problem.symmetry
+            identity = keeping(symmetry, np.zeros(len(symmetry.elements), dtype=bool))
+            self._plain[count] = HopIndex(self.problem.spaces[count], identity)
+        return self._plain[count]
 
 
 Strategy = Callable[[Run], None]
@@ -228,54 +230,86 @@ def _best_first(run: Run) -> None:
     """Search under the symmetry, as far as measurements confirm it; then check answer and bound.
 
     Where a check fails, every hop is measured to find the symmetry that is left. If that is not
-    enough either, the search uses no symmetry.
+    enough either, the search uses no symmetry. Where ring sets are few, each is measured instead.
     """
     symmetry, spaces = run.problem.symmetry, run.problem.spaces
+    few = _few_ring_sets(run)
+    many = [count for count in sorted(spaces) if count not in few]
     known = [*run.problem.known, (run.problem.gpus,)]
     attempts: tuple[Callable[[], dict[int, HopIndex]], ...] = (
-        lambda: _checked_indices(run, symmetry, SPOT_CHECKS),
-        lambda: _checked_indices(run, symmetry, None),
-        lambda: {count: run.plain_index(count) for count in sorted(spaces)},
+        lambda: _checked_indices(run, symmetry, many, SPOT_CHECKS),
+        lambda: _checked_indices(run, symmetry, many, None),
+        lambda: {count: run.plain_index(count) for count in many},
     )
     for indices in attempts:
         run.offer_known(known)
+        for count, sets in few.items():
+            run.begin(count)
+            for sequences in sets:
+                run.offer(run.plain_index(count), sequences)
+        _bound_few(run, few)
         searches = _search_all_counts(run, indices())
         if _holds(run, searches):
             described = len(symmetry.elements)
             kept = all(len(search.index.symmetry.elements) == described for search in searches)
-            run.symmetric = kept and LESS_SYMMETRIC not in run.notices
+            equal = all(_images_agree(run, count, sets) for count, sets in few.items())
+            run.symmetric = kept and equal and LESS_SYMMETRIC not in run.notices
             break
         run.report()
         run.bounds.clear()
         if not any(search.index.is_symmetric for search in searches):
             run.notices.append("a set of transfers is faster than a part of it: no bound holds")
-            break
+            return
         if run.incumbent.best is not None:
             known.append(run.incumbent.best.rings.rings)
         run.incumbent.clear()
         run.notices += [] if LESS_SYMMETRIC in run.notices else [LESS_SYMMETRIC]
-    _bound_by_all(run)
+    _bound_few(run, few)
 
 
-def _bound_by_all(run: Run) -> None:
-    """Bound by the best of all ring sets, without an assumption, where each was measured."""
-    scores: dict[int, float] = {}
-    for count, space in run.problem.spaces.items():
-        index, rule = run.plain_index(count), run.problem.rules.get(count)
-        if count_ring_sets(space, count) > FEW_RING_SETS:
-            return
-        for sequences in all_ring_sets(index, count, rule):
-            hops = [hop for sequence in sequences for hop in sequence]
-            rate = run.evaluator.known_rate(index, hops)
-            if rate is None:
-                return
-            scores[count] = max(scores.get(count, 0.0), count * rate)
-    run.bounds, run.assumptions = scores, ()
+def _few_ring_sets(run: Run) -> dict[int, list[Sequences]]:
+    """Return all ring sets of each number of rings that has few, as far as the budget allows.
+
+    Of images one is enough where the source's rates are as symmetric as described.
+    """
+    few: dict[int, list[Sequences]] = {}
+    for count, space in sorted(run.problem.spaces.items()):
+        if count_ring_sets(space, count) <= FEW_RING_SETS:
+            exact = run.evaluator.bounds_hold
+            index = HopIndex(space, run.problem.symmetry) if exact else run.plain_index(count)
+            sets = all_ring_sets(index, count, run.problem.rules.get(count))
+            few[count] = list({index.canonical(chained(one)): one for one in sets}.values())
+            if not run.evaluator.allowance.covers(sum(map(len, few.values()))):
+                del few[count]
+    return few
 
 
-def _checked_indices(run: Run, symmetry: Symmetry, checks: int | None) -> dict[int, HopIndex]:
+def _bound_few(run: Run, few: Mapping[int, Sequence[Sequences]]) -> None:
+    """Bound by measurements of all ring sets, without an assumption."""
+    best = run.incumbent.best
+    for count, sets in few.items():
+        index = run.plain_index(count)
+        own = best.index.text(best.hops) if best is not None else ""
+        rivals = (hops for hops in map(chained, sets) if index.text(hops) != own)
+        rates = (run.evaluator.upper(index, hops) for hops in rivals)
+        run.bounds[count] = count * max(rates, default=0.0)
+
+
+def _images_agree(run: Run, count: int, sets: Sequence[Sequences]) -> bool:
+    """Return whether ring sets that the described symmetry exchanges are equally fast."""
+    index, plain = HopIndex(run.problem.spaces[count], run.problem.symmetry), run.plain_index(count)
+    rates: dict[Hops, list[float]] = {}
+    for hops in map(chained, sets):
+        rates.setdefault(index.canonical(hops), []).append(run.evaluator.rate(plain, hops))
+    allowed = 1 + DIFFERENCE + 6 * run.incumbent.error
+    return all(max(images) <= allowed * min(images) for images in rates.values())
+
+
+def _checked_indices(
+    run: Run, symmetry: Symmetry, counts: Sequence[int], checks: int | None
+) -> dict[int, HopIndex]:
     indices: dict[int, HopIndex] = {}
-    for count in sorted(run.problem.spaces):
+    for count in counts:
         run.begin(count)
         space = run.problem.spaces[count]
         index = checked_index(space, symmetry, run.evaluator, checks=checks)
@@ -290,7 +324,7 @@ def _search_all_counts(run: Run, indices: dict[int, HopIndex]) -> list[RingSetSe
     singles = [(i,) for i in position.values()]
     groups = [tuple(position[gpu] for gpu in cut if gpu in position) for cut in run.problem.cuts]
     cuts = [cut for cut in (*singles, *groups) if 0 < len(cut) < len(position)]
-    if not run.evaluator.bounds_hold:
+    if indices and not run.evaluator.bounds_hold:
         symmetric = any(index.is_symmetric for index in indices.values())
         run.assumptions = (MONOTONE, *(SYMMETRIC,) * symmetric)
     searches: list[RingSetSearch] = []
@@ -301,11 +335,8 @@ def _search_all_counts(run: Run, indices: dict[int, HopIndex]) -> list[RingSetSe
         searches.append(search)
         try:
             search.dive()
-            if count_ring_sets(index.space, count) <= FEW_RING_SETS:
-                search.enumerate_all()
-            else:
-                search.relax(distinct_cuts(index, cuts))
-                search.run()
+            search.relax(distinct_cuts(index, cuts))
+            search.run()
         except BudgetSpentError:
             pass
         finally:
@@ -361,7 +392,7 @@ def _offer_drawn(run: Run, count: int, chance: random.Random) -> None:
     offered = 0
     for _ in range(DRAWS):
         rings = random_rings(index, count, chance)
-        hops = [hop for sequence in rings for hop in sequence]
+        hops = chained(rings)
         new = rings and run.evaluator.known_rate(index, hops) is None
         if new and admitted(index, rings, rule) and offered < RING_SETS_DRAWN:
             run.offer(index, rings)
