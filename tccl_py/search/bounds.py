@@ -72,8 +72,11 @@ class Evaluator:
         return self.measurement(index, hops).rate_gbps
 
     def upper(self, index: HopIndex, hops: Sequence[int]) -> float:
-        """Return the rate raised by its possible noise: an upper bound for supersets, GB/s."""
-        measurement = self.measurement(index, hops)
+        """Return the raised rate: an upper bound for supersets, GB/s."""
+        return self.raised(self.measurement(index, hops))
+
+    def raised(self, measurement: Measurement) -> float:
+        """Return a rate raised by its possible noise, GB/s."""
         return measurement.rate_gbps * (1 + SAFETY * self.relative_error(measurement))
 
     def relative_error(self, measurement: Measurement) -> float:

@@ -291,8 +291,8 @@ def _bound_few(run: Run, few: Mapping[int, Sequence[Sequences]]) -> None:
         index = run.plain_index(count)
         own = best.index.text(best.hops) if best is not None else ""
         rivals = (hops for hops in map(chained, sets) if index.text(hops) != own)
-        rates = (run.evaluator.upper(index, hops) for hops in rivals)
-        run.bounds[count] = count * max(rates, default=0.0)
+        measurements = (run.evaluator.measurement_as_is(index, hops) for hops in rivals)
+        run.bounds[count] = count * max(map(run.evaluator.raised, measurements), default=0.0)
 
 
 def _images_agree(run: Run, count: int, sets: Sequence[Sequences]) -> bool:
@@ -300,7 +300,8 @@ def _images_agree(run: Run, count: int, sets: Sequence[Sequences]) -> bool:
     index, plain = HopIndex(run.problem.spaces[count], run.problem.symmetry), run.plain_index(count)
     rates: dict[Hops, list[float]] = {}
     for hops in map(chained, sets):
-        rates.setdefault(index.canonical(hops), []).append(run.evaluator.rate(plain, hops))
+        rate = run.evaluator.measurement_as_is(plain, hops).rate_gbps
+        rates.setdefault(index.canonical(hops), []).append(rate)
     allowed = 1 + DIFFERENCE + 6 * run.incumbent.error
     return all(max(images) <= allowed * min(images) for images in rates.values())
 
