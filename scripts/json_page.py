@@ -19,6 +19,7 @@ from tccl_py.experiments.record import Tried
 from tccl_py.experiments.spec import WrongValue
 from tccl_py.health.advice import Advice
 from tccl_py.health.doctor import Diagnosis
+from tccl_py.model.links import Proof
 from tccl_py.nccl.settings import Settings
 from tccl_py.plan.chains import ChoiceName, Failure
 from tccl_py.workloads.workload import Workload
@@ -174,6 +175,7 @@ class Plan(Keys, kw_only=True):
     assumptions: Annotated[list[str], says("the assumptions of bound and rates")]
     by_size: list[BySize]
     tunings: list[Tuning]
+    links: Annotated[Proof | UnsetType, says("the proof by which it was planned")] = UNSET
     workload: Annotated[Communication | UnsetType, says("with `--workload`: predicted")] = UNSET
     trade_offs: Annotated[list[TradeOff] | UnsetType, says("of a verified plan")] = UNSET
 

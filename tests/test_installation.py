@@ -39,6 +39,7 @@ from tccl_py.nccl.plugin import LIBRARY
 from tccl_py.nccl.settings import Settings, env_conflicts, env_rules, environment
 from tccl_py.nccl_conf import _reads_home, conf_lines, settings_of_files, why_no_default
 from tccl_py.nccl_library import InstalledNccl
+from tccl_py.plan.chains import FailingPair, Failure
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.statistics import Interval
@@ -540,6 +541,30 @@ def test_a_plan_that_was_not_verified_is_installed_only_by_force(measured, verif
     assert said in result.stderr
     assert "accepted because of --force" in result.stderr
     assert Path(os.environ["NCCL_CONF_FILE"]).exists()
+
+
+def test_the_smallest_choice_that_runs_is_installed_without_jobs_where_default_nccl_fails(tmp_path):
+    plan = plan_of("intel-v100")
+    fails = Failure(verdict="hangs", pairs=(FailingPair(0, 1),))
+    note = "nothing that GPU 1 writes arrives"
+    stock = msgspec.structs.replace(plan.stock, rate_gbps=None, fails=fails, note=note)
+    measured = {"simulated": False, "assumed": False, "large_buffers": None}
+    plan = msgspec.structs.replace(plan, stock=stock, winner="default", **measured)
+    assert plan.recommended == "variables"
+    directory = tmp_path / "plan"
+    directory.mkdir()
+    uuids = tuple(f"GPU-{number}" for number in range(4))
+    fingerprint = msgspec.structs.replace(PRINT, gpu_uuids=uuids)
+    write_plan(plan, directory, fingerprint=fingerprint)
+    result = tccl("install", directory)
+    assert result.exit_code == 0
+    assert f"default NCCL hangs here, since {note}" in result.stderr
+    assert "NCCL_P2P_LEVEL=PHB" in Path(os.environ["NCCL_CONF_FILE"]).read_text()
+    # What jobs have said counts more, and another choice needs them.
+    verified(directory, failure="x")
+    assert tccl("install", directory).exit_code == 2
+    write_plan(msgspec.structs.replace(plan, winner="graph"), directory, fingerprint=fingerprint)
+    assert tccl("install", directory).exit_code == 2
 
 
 def test_a_choice_for_a_workload_is_installed_for_that_workload_alone(tmp_path):

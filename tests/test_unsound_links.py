@@ -1,22 +1,32 @@
 """Plans for machines with links that no plan may use: broken, not proven or not measured."""
 
+import json
 import random
 from itertools import combinations, permutations
 
 import msgspec
 import pytest
 from msgspec import UNSET
+from typer.testing import CliRunner
 
+from tccl_py.cli.main import app
 from tccl_py.cli.plan import until_jobs_decide
 from tccl_py.errors import BrokenLinkError, InputError, MeasurementError
+from tccl_py.experiments.target import read_target
 from tccl_py.model.cluster import Cluster, Host, NodeClass
+from tccl_py.model.links import JobProof, Proof
 from tccl_py.model.machine import Knowledge, NvLink
 from tccl_py.model.transfer import parse_flow
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.transport import candidates, pair_mechanism
 from tccl_py.nccl.versions import LEVELS, version_facts
 from tccl_py.nccl.view import view
+from tccl_py.plan.directory import write_plan
+from tccl_py.plan.load import load_plan
+from tccl_py.plan.results import ProvenLinks
+from tccl_py.planning.opening import judged_by
 from tccl_py.planning.planner import make_cluster_plan, make_plan
+from tccl_py.planning.request import PlanRequest
 from tccl_py.readers.nccl_topology import parse_nccl_topology
 from tccl_py.search.problem import Budget
 from tccl_py.sources.bench import Bench
@@ -258,3 +268,48 @@ def test_one_class_of_several_hosts_with_a_link_that_its_source_refuses():
     assert plan.stock.fails.pairs[0].source == "n1 GPU 2"
     assert plan.recommended != "default"
     assert len({(table.node_class, table.gpus) for table in tables}) == len(tables)
+
+
+# The proof of this machine's links.
+
+
+def proof_of(**jobs):
+    """A proof by jobs of NCCL without a variable, and without P2P."""
+    environments = {"default": {}, "control": {"NCCL_P2P_DISABLE": "1"}}
+    return Proof(
+        verdict="hangs",
+        what=WHAT,
+        by_nccl=tuple(
+            JobProof(environment=environments[name], verdict=verdict, seconds=1.0)
+            for name, verdict in jobs.items()
+        ),
+        facts=facts_on([NEAR], verdict="fails").links,
+    )
+
+
+def test_choices_fail_as_the_jobs_of_the_proof_did_that_joined_the_gpus_alike():
+    assert PlanRequest(links=proof_of()).links == proof_of()
+    plan = make_plan(PCIE, facts_on([NEAR], verdict="fails"), MadeUp(0), budget=FEW)
+    assert plan.stock.fails.verdict == "fails"
+    judged = judged_by(plan, proof_of(default="wrong values", control="sound"))
+    assert judged.stock.fails.verdict == "wrong values"
+    assert judged.stock.fails.pairs == plan.stock.fails.pairs
+    assert judged.running == plan.running
+    none = judged_by(plan, proof_of(default="fails", control="fails"))
+    assert not none.running
+    assert none.advice.startswith("No choice runs: NCCL fails (fails)")
+    doubtful = msgspec.structs.replace(proof_of(control="fails"), verdict="inconclusive")
+    assert judged_by(plan, doubtful) == plan
+
+
+def test_the_proof_stays_beside_its_plan_and_is_shown(tmp_path):
+    plan = make_plan(PCIE, facts_on([NEAR]), MadeUp(0), budget=FEW)
+    write_plan(plan, tmp_path)
+    ProvenLinks(proof=proof_of(default="hangs")).keep(tmp_path)
+    shown = CliRunner().invoke(app, ["show", str(tmp_path), "--json"])
+    assert json.loads(shown.stdout)["links"]["by_nccl"][0]["verdict"] == "hangs"
+    assert f"links: hangs; {WHAT}" in CliRunner().invoke(app, ["show", str(tmp_path)]).stdout
+    read_target(load_plan(tmp_path), tmp_path).write()
+    assert ProvenLinks.load(tmp_path).proof == proof_of(default="hangs")
+    write_plan(plan, tmp_path)
+    assert ProvenLinks.load(tmp_path) is None

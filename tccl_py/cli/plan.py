@@ -37,6 +37,7 @@ from tccl_py.nccl.settings import MAX_GID_INDEX
 from tccl_py.nccl.versions import asked_version, known_versions
 from tccl_py.plan.directory import files_of, write_plan
 from tccl_py.plan.plan import Plan
+from tccl_py.plan.results import ProvenLinks
 from tccl_py.plan.text import choice_words
 from tccl_py.planning.opening import (
     UNDER_MPI,
@@ -190,6 +191,8 @@ def plan(
                         fingerprint=subject.fingerprint,
                         tables={} if made.cancelled else subject.table_files(),
                     )
+                    if request.links is not None:
+                        ProvenLinks(proof=request.links).keep(output)
             if not made.cancelled:
                 made = _tuned(made, output, subject.source, job, tune)
     if json:

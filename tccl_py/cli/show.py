@@ -20,9 +20,9 @@ from tccl_py.cli.output import GOOD, grid, print_table, results
 from tccl_py.cli.process import ANSWER_IS_NO, check_result_file, notice, print_json, write_result
 from tccl_py.errors import InputError, TcclError
 from tccl_py.plan.chains import WORLD, PlanChain
-from tccl_py.plan.load import load_plan
+from tccl_py.plan.load import is_directory, load_plan
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.results import plan_in
+from tccl_py.plan.results import ProvenLinks, plan_in
 from tccl_py.plan.text import assumptions, diff, plan_json, planned_gpus, subset_files, summary
 
 if TYPE_CHECKING:
@@ -105,6 +105,9 @@ def _show_plan(plan: Plan, directory: Path) -> None:
 
     console = results()
     print_plan(plan, console)
+    if is_directory(directory) and (links := ProvenLinks.load(directory)) is not None:
+        proof = links.proof
+        console.print(f"links: {'; '.join(filter(None, (proof.verdict, proof.what)))}")
     try:
         verified = Verification.load(directory)
     except InputError as error:
@@ -135,8 +138,10 @@ def print_plan_json(plan: Plan, directory: Path, workload: Communication | None 
     from tccl_py.plan.size_choices import size_json  # noqa: PLC0415 (not for a plan as text)
     from tccl_py.report.sizes import tuning_json  # noqa: PLC0415
 
+    links = ProvenLinks.load(directory) if is_directory(directory) else None
     tunings = [tuning_json(tuning) for tuning in load_sizes(directory)]
-    more: dict[str, object] = {} if workload is None else {"workload": workload}
+    more: dict[str, object] = {} if links is None else {"links": links.proof}
+    more |= {} if workload is None else {"workload": workload}
     if (directory / Verification.FILE).exists():
         with suppress(InputError):
             verified = Verification.load(directory)

@@ -39,7 +39,7 @@ from tccl_py.plan.directory import (
 )
 from tccl_py.plan.host_files import HOSTS_FOLDER
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.results import planned_fingerprint
+from tccl_py.plan.results import ProvenLinks, planned_fingerprint
 from tccl_py.plan.retuning import gdr_variants, keeps_rings, retuned
 from tccl_py.plan.tables import kept_files
 from tccl_py.planning.plan_sources import planned_models
@@ -245,7 +245,10 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         models = planned_models(self.plan, self.directory)
         bare, tables = not any(models.values()), kept_files(self.directory)
         fingerprint = planned_fingerprint(self.plan, self.directory) if bare else None
+        links = ProvenLinks.load(self.directory)
         write_plan(self.plan, self.directory, models=models, fingerprint=fingerprint, tables=tables)
+        if links is not None:
+            links.keep(self.directory)
 
 
 class ClusterTarget(Target, frozen=True, kw_only=True, dict=True):

@@ -11,6 +11,7 @@ import msgspec
 
 from tccl_py.errors import counted
 from tccl_py.health.doctor import Diagnosis
+from tccl_py.model.links import Proof
 from tccl_py.model.rings import neighbours
 from tccl_py.nccl.settings import environment
 from tccl_py.nccl.transport import TRANSPORTS, pair_mechanism
@@ -55,6 +56,8 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     assumptions: tuple[str, ...]
     problems: tuple[str, ...]
     following: str
+    links: Proof | msgspec.UnsetType = msgspec.UNSET
+    """The proof of this machine's links, if one was made."""
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yield a name and a text for each line."""
@@ -91,6 +94,7 @@ def advice_by(plan: Plan, subject: Subject, diagnosis: Diagnosis | None = None) 
     """Say what to try by the plan of a subject."""
     chosen = plan.choices[plan.recommended]
     findings = diagnosis.findings if diagnosis is not None else ()
+    links = None if diagnosis is None else diagnosis.links
     problems = [finding for finding in findings if finding.severity != "note"]
     return Advice(
         machine=_machine_words(plan),
@@ -111,6 +115,7 @@ def advice_by(plan: Plan, subject: Subject, diagnosis: Diagnosis | None = None) 
         assumptions=(*assumptions(plan), *filter(None, [unchecked(plan.settings.version)])),
         problems=tuple(f"{bad.severity.upper()} {bad.what}; {bad.fix}" for bad in problems),
         following=_PLAN_FIRST if not plan.simulated else f"on the machine: {_PLAN_FIRST}",
+        links=links or msgspec.UNSET,
     )
 
 

@@ -27,7 +27,7 @@ from tccl_py.delivery.job import (
 )
 from tccl_py.delivery.plugin import PLUGIN_VARIABLE, check_trusted, plugin_exports, why_closed
 from tccl_py.errors import InputError, TcclError
-from tccl_py.experiments.record import why_not_verified
+from tccl_py.experiments.record import Verification, why_not_verified
 from tccl_py.files import (
     check_path,
     check_version,
@@ -56,6 +56,7 @@ from tccl_py.plan.directory import conf_text
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import plan_in
 from tccl_py.plan.staging import PLAN_FILE, check_files
+from tccl_py.plan.text import why_not_default
 
 FORMAT_VERSION = 2
 RECORD_FILE = "installed.json"
@@ -77,6 +78,10 @@ def accept(
     check_path(place)
     check_trusted(place / PLAN_FILE)
     why = "" if request.choice is not None else why_not_verified(directory)
+    least = plan.stock.fails is not None and plan.recommended == plan.control in plan.running
+    if why and least and not (directory / Verification.FILE).exists():
+        say(f"accepted without `tccl verify`, as the least that runs: {why_not_default(plan)}")
+        why = ""
     why = "is simulated" if plan.simulated else why
     why = "is a DRY RUN, which says nothing about GPUs" if plan.dry_run else why
     if not why:

@@ -316,7 +316,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
         A choice that runs is better than any that fails.
         """
-        running = {name: self.rates[name] for name in self._running}
+        running = {name: self.rates[name] for name in self.running}
         name = self.winner or as_good(running or self.rates)
         return self.control if name == "default" or name not in running else name
 
@@ -333,10 +333,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """
         if self.cluster.cables and self.stock.rate_gbps is None and not self.variables.fails:
             return "variables"
-        return next(iter(self._running), "default")
+        return next(iter(self.running), "default")
 
     @property
-    def _running(self) -> list[ChoiceName]:
+    def running(self) -> list[ChoiceName]:
         """Choices that run; one without a rate may not, where some links may not be used."""
         doubtful = any(host.knowledge.links for host in self.cluster.classes)
         ways = self.choices.items()

@@ -24,6 +24,7 @@ from tccl_py.files import (
     read_text,
     write_atomically,
 )
+from tccl_py.model.links import Proof
 from tccl_py.model.machine import DiscoveredMachine, Fingerprint
 from tccl_py.nccl.tuner import TunerTable, check_tables, tune_lines
 from tccl_py.plan.chains import ChoiceName
@@ -169,6 +170,13 @@ class Kept(_Head, frozen=True, forbid_unknown_fields=True):
         fault = finding.fault()
         require(not fault, str(path), fault, "make it again")
         return finding
+
+
+class ProvenLinks(Kept, frozen=True, kw_only=True):
+    """The proof of the links of a plan's host, by which it was planned."""
+
+    FILE = "links.json"
+    proof: Proof
 
 
 class Tuning(Kept, frozen=True, kw_only=True):

@@ -60,9 +60,9 @@ def _was_asked(plan: Plan) -> bool:
 
 
 def compared_choices(plan: Plan) -> list[ChoiceName]:
-    """Return the choices of the table: default NCCL and the recommended one."""
+    """Return the choices of the table that run: default NCCL and the recommended one."""
     names: tuple[ChoiceName, ...] = ("default", plan.recommended)
-    return list(dict.fromkeys(names))
+    return [name for name in dict.fromkeys(names) if name in plan.running]
 
 
 def size_json(plan: Plan) -> list[dict[str, Any]]:
@@ -122,7 +122,7 @@ def size_notes(plan: Plan) -> list[str]:
 
 def _poor(plan: Plan) -> Iterator[str]:
     """Yield why default NCCL's choices are poor, and the variable that changes it."""
-    if _why_none(plan):
+    if _why_none(plan) or "default" not in compared_choices(plan):
         return
     model, better = size_model(plan, "default"), size_model(plan, "variables")
     rows = [row for row in size_choices(plan)["default"] if row.collective == "all_reduce"]

@@ -120,7 +120,7 @@ def check_if_listed(directory: Path, name: str) -> None:
 
 FINDINGS = (
     *("verify.json", "workloads.json", "tuning.json", "sizes.json"),
-    *("explanation.json", "report.html"),
+    *("explanation.json", "report.html", "links.json"),
 )
 """What other commands leave there of a plan; it says nothing of another one."""
 TABLES = "tables"

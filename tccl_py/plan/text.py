@@ -75,10 +75,12 @@ def advice(plan: Plan) -> str:
 def _advice(plan: Plan) -> str:
     name, gain = plan.recommended, plan.gain(plan.recommended)
     times = "" if gain is None else f": {gain:.2f}x default NCCL ({plan.expected})"
-    if why := _why_not_default(plan):
+    if why := why_not_default(plan):
         times = f": {why}; {_rate_words(plan.choices[name])}"
     if failure := plan.choices[name].fails:
-        return f"No choice runs: NCCL fails ({failure.verdict})."
+        note = plan.choices["default"].note
+        why = f", since {note}; `tccl doctor` says what to do" if note else ""
+        return f"No choice runs: NCCL fails ({failure.verdict}){why}."
     variables = environment_text(plan.job_settings)
     early = not plan.at_bound and (plan.cancelled or plan.cut_short)
     ended = "was clearly faster before the search ended early"
@@ -102,7 +104,7 @@ def _offered(plan: Plan) -> str:
     """Return what would be faster for large all-reduces, where more than these decided; or ""."""
     base, rates = "default NCCL", plan.rates
     gains = {name: plan.gain(name) or 0.0 for name in plan.choices}
-    if _why_not_default(plan):
+    if why_not_default(plan):
         base = environment_text(plan.choices[plan.control].settings)
         gains = {name: rate / rates[plan.control][0] for name, (rate, _) in rates.items()}
     note = plan.variables.note
@@ -126,8 +128,8 @@ _VERBS = {"hangs": "hangs", "wrong values": "gives wrong values"}
 """What NCCL does that fails so."""
 
 
-def _why_not_default(plan: Plan) -> str:
-    """Return how default NCCL fails, or that it has no rate as some links are not sound; or ""."""
+def why_not_default(plan: Plan) -> str:
+    """Return how default NCCL fails, or that links leave it without a rate; "" for neither."""
     default = plan.choices["default"]
     since = f", since {default.note}" if default.note else ""
     if default.fails:

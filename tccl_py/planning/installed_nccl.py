@@ -104,6 +104,7 @@ def with_answers(plan: Plan, rings: InstalledRings) -> Plan:
     """
     if not rings.able:
         return plan
+    # Jobs of choices that fail may hang.
     asked = {name: _asked_of(plan, name) for name in compared_choices(plan)}
     answers: dict[ChoiceName, Sequence[NcclAnswer]] = {}
     for name, job in asked.items():

@@ -13,13 +13,16 @@ import msgspec
 from tccl_py.errors import InputError, require
 from tccl_py.files import check_path, missing, refused
 from tccl_py.model.cluster import single_host
+from tccl_py.model.links import Proof
 from tccl_py.model.machine import Fingerprint
 from tccl_py.model.measurement import JOURNAL_FILE
+from tccl_py.nccl.settings import Settings, environment
+from tccl_py.plan.chains import Failure, PlanChoice
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import FOLDERS, PLAN_FILE, locked, make, unmake
 from tccl_py.planning.planner import plan_hosts
-from tccl_py.planning.request import PlanRequest, chosen_gpus, not_pinned
+from tccl_py.planning.request import PlanRequest, chosen_gpus, not_pinned, of_transports
 from tccl_py.search.problem import Reporter
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.model import MachineModel
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 _MAX_RINGS = 16
+_NO_PAIRS = Failure(verdict="fails")
 UNDER_MPI = "start the command under mpirun or srun"
 
 
@@ -121,6 +125,10 @@ def _here(request: PlanRequest, say: Say) -> Subject:
         request = msgspec.structs.replace(request, version=version)
         for text in not_pinned(request.pinned_env):
             say(text)
+    proof = request.links
+    if proof is not None and proof.facts:
+        knowledge = msgspec.structs.replace(place.knowledge, links=proof.facts)
+        place = msgspec.structs.replace(place, knowledge=knowledge)
     named = _named_gpus(request, place, say)
     source = open_source(place, gpus=named, options=request.options)
 
@@ -137,6 +145,7 @@ def _here(request: PlanRequest, say: Say) -> Subject:
                 request, cluster, [source], gpus=gpus, own_rings=rings, reporter=reporter
             )
             conditions = source.conditions
+        made = made if proof is None else judged_by(made, proof)
         noticed = source.summary(conditions)
         if rings is not None:
             if not made.cancelled:
@@ -145,6 +154,32 @@ def _here(request: PlanRequest, say: Say) -> Subject:
         return msgspec.structs.replace(made, notices=(*made.notices, *noticed))
 
     return Subject(search=search, source=source, fingerprint=place.fingerprint)
+
+
+def judged_by(plan: Plan, proof: Proof) -> Plan:
+    """Return a plan whose choices fail as NCCL's jobs of a proof did under the same transports."""
+    failed = [job for job in proof.by_nccl if job.verdict in ("hangs", "wrong values", "fails")]
+    jobs = {frozenset(job.environment.items()): job for job in failed}
+    replace = msgspec.structs.replace
+
+    def failure(settings: Settings, known: Failure | None) -> Failure | None:
+        job = jobs.get(frozenset(environment(of_transports(settings)).items()))
+        return known if job is None else replace(known or _NO_PAIRS, verdict=job.verdict)
+
+    def judged(choice: PlanChoice) -> PlanChoice:
+        fails = failure(choice.settings, choice.fails)
+        note = choice.note or proof.what
+        return replace(choice, rate_gbps=None, fails=fails, note=note) if fails else choice
+
+    if proof.verdict == "inconclusive":
+        return plan
+    return replace(
+        plan,
+        stock=judged(plan.stock),
+        large_buffers=plan.large_buffers and judged(plan.large_buffers),
+        variables=judged(plan.variables),
+        fails=failure(plan.settings, plan.fails),
+    )
 
 
 def _named_gpus(request: PlanRequest, place: MeasuredMachine, say: Say) -> tuple[int, ...] | None:
