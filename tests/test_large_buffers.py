@@ -11,6 +11,7 @@ from tccl_py.errors import InputError
 from tccl_py.experiments.rounds import RunBudget
 from tccl_py.experiments.target import read_target
 from tccl_py.files import picked
+from tccl_py.model.machine import Knowledge
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.transport import chunk_bytes
 from tccl_py.nccl.view import view
@@ -23,6 +24,7 @@ from tccl_py.report.verification import headline
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tests.fakes import scaled
+from tests.nccl_cases import machine
 from tests.planned import PCIE, SMALL, as_only
 from tests.verified import FakeJobs, changed, dry_run, run_verification
 
@@ -83,6 +85,12 @@ def test_chunks_are_an_eighth_of_the_buffers_where_that_is_less_than_by_default(
     model = load_bundled(name)
     settings = Settings(p2p_level=level, buffsize=kib * KIB)
     assert chunk_bytes(view(model.machine, model.knowledge, settings)) == chunk * KIB
+
+
+@pytest.mark.parametrize(("gpus", "chunk"), [(None, 512), ((0, 1), 512), ((0, 2), 128)])
+def test_one_pair_with_nvlink_is_enough_for_its_chunks(gpus, chunk):
+    pairs = machine("d_8x3090_nvl.xml")  # NVLink joins GPUs by two
+    assert chunk_bytes(view(pairs, Knowledge(), Settings(), gpus=gpus)) == chunk * KIB
 
 
 def test_where_the_best_variables_cut_chunks_a_plan_has_the_best_that_do_not(plan):

@@ -1,5 +1,6 @@
 """Graph files: reading, judging and writing them as NCCL's versions do."""
 
+import re
 import tracemalloc
 
 import msgspec
@@ -25,7 +26,7 @@ from tests.nccl_cases import (
 )
 from tests.toy import toy_machine
 
-FOUR = "a_4gpu_2numa_pcie.xml"
+FOUR, V100 = "a_4gpu_2numa_pcie.xml", "b_epyc_nps4_v100.xml"
 OK = graph_text("a_ok1.xml")
 
 
@@ -333,12 +334,46 @@ def test_what_is_written_has_no_rank_no_tab_and_no_prolog():
 
 
 def test_several_nodes_get_their_nics_and_none_is_replaced():
-    node = "b_epyc_nps4_v100.xml"
     rings = msgspec.structs.replace(RINGS, nets=((0, 0), (0, 0)))
-    found = judge(graph_xml(rings), node, nodes=2)
+    found = judge(graph_xml(rings), V100, nodes=2)
     assert found.verdict == "used"
     assert found.rings[0] == (0, 2, 1, 3, 4, 6, 5, 7)
-    assert judge(graph_xml(RINGS), node, nodes=2).verdict == "clipped"
+    assert judge(graph_xml(RINGS), V100, nodes=2).verdict == "clipped"
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 5])
+@pytest.mark.parametrize("field", ["speedintra", "speedinter"])
+def test_a_ring_needs_the_speed_that_so_many_nodes_go_by(nodes, field):
+    text = graph_xml(msgspec.structs.replace(RINGS, nets=((0, 0), (0, 0))))
+    found = judge(re.sub(rf'{field}="[^"]*"', f'{field}="0"', text), V100, nodes=nodes)
+    # Two nodes have one link: there NCCL goes by the speed inside a node.
+    needed = "speedintra" if nodes <= 2 else "speedinter"
+    assert (found.verdict == "rejected") == (field == needed), found.reason
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("more", [0, 1, 2, 3, 8])
+def test_gpus_beyond_a_communicators_number_are_told_also_beside_nics(nodes, more):
+    text = graph_xml(msgspec.structs.replace(RINGS, nets=((0, 0), (0, 0))))
+    gpu = re.search(r"<gpu [^>]*>", text)[0]
+    found = judge(text.replace("</channel>", gpu * more + "</channel>"), V100, nodes=nodes)
+    assert (found.verdict, "beyond" in found.reason) == ("clipped" if more else "used", more > 0)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "verdict"),
+    [
+        (r'(<channel>.*?<gpu dev="0x)0(".*?<gpu dev="0x)1"', r'\g<1>0\g<2>0"', "rejected"),
+        (r'<net dev="0x0"', '<net dev="0x7"', "rejected"),
+        (r'nchannels="2"', 'nchannels="3"', "rejected"),
+        (r'nchannels="2"', 'nchannels="1"', "clipped"),
+    ],
+)
+def test_a_file_that_names_too_few_is_not_used_on_two_nodes(old, new, verdict):
+    text = graph_xml(msgspec.structs.replace(RINGS, nets=((0, 0), (0, 0))))
+    changed = re.sub(old, new, text, flags=re.DOTALL)
+    assert changed != text and judge(text, V100, nodes=2).verdict == "used"
+    assert judge(changed, V100, nodes=2).verdict == verdict
 
 
 orders = st.permutations(range(4))

@@ -11,6 +11,7 @@ from tccl_py.nccl.versions import (
     speeds,
     unchecked,
     version_facts,
+    why_no_plugin,
 )
 from tests.random_machines import pcie_machine
 from tests.released_nccl import RELEASES, expected, fused, recorded
@@ -53,6 +54,17 @@ def test_tables_follow_the_release():
     unknown = [pci_gbps(PciLink(), unknown_gts=facts.unknown_gts) for facts in
                (version_facts("2.30.7"), before)]  # fmt: skip
     assert unknown == [12.0, 24.0]
+
+
+@pytest.mark.parametrize("tried", ["", "2.33.1"])
+def test_the_plugin_is_for_releases_from_the_first_with_plugins_to_the_last_that_was_tried(tried):
+    works = ["2.28.7", "2.28.9", "2.29.2", "2.30.7", "2.31.0", "2.32", "2.32.3", "2.32.99"]
+    assert [version for version in works if why_no_plugin(version, newest=tried)] == []
+    for old in ("2.18.5", "2.27.7", "2.28.3", "2.28.6", "1.9.9"):
+        assert "came with 2.28.7" in why_no_plugin(old, newest=tried)
+    for new in ("2.33.0", "2.33.1", "2.33.2", "2.34.0", "3.0.0"):
+        good = tried and new in ("2.33.0", "2.33.1")
+        assert (why_no_plugin(new, newest=tried) == "") == bool(good)
 
 
 def test_a_newer_release_has_one_line_on_what_was_not_checked():

@@ -163,7 +163,7 @@ _CHUNK_BYTES, _NVLINK_CHUNK_BYTES = 128 << 10, 512 << 10
 def chunk_bytes(topo: NcclView) -> int:
     """Return the largest chunk of send/recv and all-to-all, among pairs of GPUs as well.
 
-    It is NCCL_P2P_PCI_CHUNKSIZE, or where all paths of a communicator are NVLink
+    It is NCCL_P2P_PCI_CHUNKSIZE, or where a path of a communicator is NVLink
     NCCL_P2P_NVL_CHUNKSIZE, and at most an eighth of NCCL_BUFFSIZE (computeBuffSizes, init.cc).
     """
     pairs = permutations(topo.system.gpus, 2)

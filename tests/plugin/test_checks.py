@@ -618,7 +618,7 @@ def test_a_board_that_is_no_file_of_this_user_is_not_posted_on(shared, board, tm
 
 def test_boards_of_killed_ranks_are_swept_and_no_others(shared, board):
     number = int(board.name, 16)
-    stale, name = board.with_name(f"{number ^ 1:016x}"), board.with_name(f"{board.name}0")
+    stale, name = board.with_name(f"{number ^ 1:016x}"), board.with_name(f"{board.name}.x")
     held, upper = post_on(shared, board), board.with_name("A" + board.name[1:])
     kept = [name, upper]
     for path in (stale, *kept):

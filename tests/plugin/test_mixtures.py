@@ -45,6 +45,6 @@ def test_ranks_of_any_mixture_are_given_what_all_of_them_have(tmp_path, version)
 
 
 def test_an_nccl_that_does_not_ask_what_to_read_anew_is_given_no_variable(tmp_path):
-    wrong, graphs, buffers, _ = play(tmp_path, "2.30.7", 10, asks_no_cache=False)
+    wrong, graphs, buffers, _ = play(tmp_path, "2.30.7", 30, asks_no_cache=False)
     assert (wrong, buffers) == ([], 0)
     assert graphs > 0
