@@ -1,5 +1,7 @@
 """The bench: samples, memory and limits of measurements, and sources that are not as agreed."""
 
+from contextlib import suppress
+
 import pytest
 
 from tccl_py import make_plan
@@ -63,6 +65,25 @@ def test_further_samples_of_a_set_are_no_further_sets_of_a_limit():
             bench.measure([TWO])
     assert bench.cut_short
     bench.measure([TWO])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "begun"), [(5, 1), (19, 1), (20, 2), (29, 2), (30, 3), (31, 3)]
+)
+def test_no_set_is_begun_that_would_not_end_in_time(monkeypatch, seconds, begun):
+    clock = [0.0]
+
+    class Slow(Growing):
+        def measure(self, sets):
+            clock[0] += 10.0
+            return super().measure(sets)
+
+    monkeypatch.setattr("tccl_py.sources.bench.time.monotonic", lambda: clock[0])
+    bench, sets = Bench(Slow()), [parse_set(f"G0->G0->G{gpu}") for gpu in range(1, 6)]
+    with bench.limited(Allowance(seconds=seconds)), suppress(BudgetSpentError):
+        for one in sets:
+            bench.measure([one])
+    assert (bench.times_measured, bench.cut_short) == (begun, True)
 
 
 @pytest.mark.parametrize(("sets", "parts", "shares"), [(10, 3, [3, 3, 4]), (2, 3, [0, 1, 1])])

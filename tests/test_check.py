@@ -25,7 +25,7 @@ from tccl_py.model.machine import Fingerprint, Knowledge
 from tccl_py.model.transfer import parse_flow, parse_set, transfer_set
 from tccl_py.simulator.descriptions import model_for
 from tccl_py.simulator.source import Simulator
-from tests.cluster_plans import FOUR, PAIR, cluster_plan
+from tests.cluster_plans import FOUR, ONE, PAIR, cluster_plan
 from tests.drifting import Noisy, checked, exact_rates, journalled, with_slower_link
 from tests.fakes import scaled
 from tests.toy import toy_machine
@@ -249,6 +249,30 @@ def test_equal_sets_of_unlike_hosts_are_compared_and_named_apart():
     assert sorted(flags) == ['four"} 0', 'four"} 0', 'pair"} 1', 'pair"} 1']
     gone = [msgspec.structs.replace(one, lost={sets[0]: "gone"}) for one in drifts]
     assert joined(plan, gone).lost == {sets[0]: "gone; gone"}
+
+
+@pytest.mark.parametrize(("others", "families"), [((), 1), ((PAIR,), 1), ((PAIR, ONE), 2)])
+def test_false_alarms_are_bounded_over_all_classes_of_hosts_and_families(others, families):
+    chains = {"gpu0": ((0, (0, 1, 2, 3), 1),), "gpu1": ((0, (0, 1), 1),), "gpu2": ((0, (0,), 0),)}
+    machines = [(f"gpu{at}", machine) for at, machine in enumerate((FOUR, *others))]
+    machines += [("gpu9", FOUR)] * (not others)
+    chains["gpu9"] = chains["gpu0"]
+    plan = cluster_plan(machines, {name: chains[name] for name, _ in machines})
+    sets = [parse_set(text) for text in ("G0->G0->C0->G1->G1", "G1->G1->C0->G0->G0")]
+    model = model_for(plan.cluster.classes[0].machine)
+    then = Noisy(exact_rates(model), noise=0.01)
+    journal = {one: [then.measure([one])[0] for _ in range(4)] for one in sets}
+    now = exact_rates(with_slower_link(model, "G1", 0.4))
+
+    def chances(plan, effort):
+        drift = find_drift(plan, journal, Noisy(now, noise=0.01, seed=7), effort=effort)
+        return {row.flow: row.p for row in drift.rows}
+
+    alone = cluster_plan([("a", FOUR), ("b", FOUR)], dict.fromkeys("ab", chains["gpu0"]))
+    one, all_ = chances(alone, Effort()), chances(plan, Effort(families=families))
+    times = (len(others) + 1) * families
+    assert all_ == {flow: pytest.approx(min(1.0, times * p)) for flow, p in one.items()}
+    assert min(one.values()) < 0.01
 
 
 def test_a_class_of_hosts_without_time_hides_no_drift_of_another(monkeypatch):

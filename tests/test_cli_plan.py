@@ -17,7 +17,7 @@ from tccl_py.cli.main import app
 from tccl_py.cli.plan import until_jobs_decide
 from tccl_py.errors import InputError
 from tccl_py.nccl.graph_file import parse_graph_file
-from tccl_py.nccl.plugin.index import INDEX_FILE
+from tccl_py.nccl.plugin.index import INDEX_FILE, read_index
 from tccl_py.nccl.settings import environment
 from tccl_py.plan.chains import SubsetRings
 from tccl_py.plan.directory import write_plan
@@ -28,7 +28,7 @@ from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.journal import read_journal
-from tests.planned import ASUS, PCIE, SMALL, WRX, as_only, plan_of
+from tests.planned import ASUS, PCIE, SMALL, WRX, as_only, needing_a_graph, plan_of
 
 KEYS = ["rings", "rate_gbps", "bound_gbps", "proven", "sets_measured", "simulated", "settings"]
 
@@ -460,6 +460,23 @@ def test_env_gives_variables_to_sets_of_gpus_that_gain_by_them(gains, tmp_path):
         done("env", tmp_path, "--gpus", "0,1", "--choice", "variables", "--json").stdout
     )
     assert "NCCL_P2P_LEVEL" in asked["environment"]
+
+
+@pytest.mark.parametrize("gains", [True, False])
+def test_env_and_the_plugin_give_a_graph_file_to_sets_that_gain_by_it_alone(gains, tmp_path):
+    plan = needing_a_graph(plan_of("amd-v100"))
+    pairs = [one for one in plan.subsets if len(one.gpus) == 2 and one.rings]
+    first = msgspec.structs.replace(pairs[0], gains=gains)
+    plan = msgspec.structs.replace(plan, subsets=(first, *pairs[1:]))
+    write_plan(plan, tmp_path)
+    given = {}
+    for pair in pairs[:2]:
+        words = ("env", tmp_path, "--gpus", ",".join(map(str, pair.gpus)), "--json")
+        found = json.loads(done(*words).stdout)
+        given[pair.gpus] = "NCCL_GRAPH_FILE" in found["environment"]
+    assert list(given.values()) == [gains, True]
+    sets = read_index(tmp_path / "nccl" / INDEX_FILE).sets
+    assert [gpus in sets for gpus in given] == [gains, True]
 
 
 def test_env_without_gpus_is_for_all_of_the_plan(directory):

@@ -227,6 +227,14 @@ def test_each_host_of_a_job_has_an_index_for_the_plugin(tmp_path):
     assert "NCCL 2.33.1 is newer than 2.32" in said[-1]
 
 
+@pytest.mark.parametrize("winner", ["default", "variables", "graph"])
+def test_a_job_that_needs_no_graph_file_has_no_file_of_the_plugin(tmp_path, winner):
+    plan = msgspec.structs.replace(needing_a_graph(mixed()), winner=winner)
+    write_new_plan(plan, tmp_path / "job", {one.name: "{}" for one in plan.cluster.classes})
+    named = {path.suffix for path in (tmp_path / "job" / "nccl" / "hosts").iterdir()}
+    assert named == ({".xml", ".index", ".graph"} if winner == "graph" else {".xml"})
+
+
 def test_hosts_named_like_files_of_a_job_get_their_own_graph_files(tmp_path):
     plan = needing_a_graph(mixed())
     names = {"gpu2": "path-0", "gpu3": "path-1"}  # Their paths are 1 and 0

@@ -1,7 +1,10 @@
 """A cluster's plan that somebody has edited is refused by one sentence that says where and what."""
 
+import contextlib
+import itertools
 import json
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -179,6 +182,21 @@ def test_rings_that_change_nics_on_hosts_may_stay_on_rails(tmp_path):
     data["cluster"]["rails"] = "only"
     (tmp_path / "plan.json").write_text(json.dumps(data))
     assert load_plan(tmp_path).orders == plan.orders
+
+
+@pytest.mark.parametrize("nics", [*itertools.product((0, 1), repeat=6)])
+def test_every_step_stays_on_its_rail_also_that_from_the_last_host_to_the_first(nics):
+    entries, exits = nics[::2], nics[1::2]
+    chains = {
+        name: ((into, (0, 1, 2, 3), out),)
+        for name, into, out in zip("abc", entries, exits, strict=True)
+    }
+    plan = cluster_plan([(name, FOUR) for name in "abc"], chains)
+    off = exits != (*entries[1:], entries[0])
+    assert off_rails(plan) == off
+    rails = msgspec.structs.replace(plan.cluster, rails="only")
+    with pytest.raises(InputError) if off else contextlib.nullcontext():
+        check_plan(msgspec.structs.replace(plan, cluster=rails), where="plan")
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999", "-1e999", "1" * 400])

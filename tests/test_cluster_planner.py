@@ -338,6 +338,9 @@ def test_the_given_order_is_kept_where_that_is_asked_and_shares_the_uplinks():
     assert kept.host_order == ("h0", "h1", "h2", "h3")
     assert kept.rate_gbps == pytest.approx(1.0)
     assert free.rate_gbps == pytest.approx(2.0)
+    # Default NCCL joins the hosts as they are given, and passes each uplink twice.
+    for plan in (kept, free):
+        assert [plan.stock.rate_gbps, plan.variables.rate_gbps] == pytest.approx([1.0, 1.0])
     # The bound is about all orders, so that a kept one is not proven where another is better.
     assert kept.bound_gbps >= free.rate_gbps
     assert not kept.proven

@@ -177,6 +177,21 @@ def test_only_redirecting_bits_count_and_an_idle_iommu_makes_them_slow(tmp_path,
     assert [one.severity for one in findings] == ([severity] if severity else [])
 
 
+@pytest.mark.parametrize("slot", [(2.5, 16), (8.0, 16), (16.0, 16), (32.0, 16), (32.0, 8)])
+@pytest.mark.parametrize("now", [16, 8, 4])
+def test_a_slot_that_is_slower_or_narrower_than_its_gpu_is_found(tmp_path, slot, now):
+    def link(name, speed, width):
+        return f"{name}_link_speed={speed} GT/s PCIe", f"{name}_link_width={width}"
+
+    speed, width = slot
+    pci(tmp_path, ROOT, *link("max", speed, width), *link("current", 2.5, now))
+    gpu = (*GPU, *link("max", 16.0, 16), *link("current", 2.5, now))
+    pci(tmp_path, f"{ROOT}/0000:03:00.0", *gpu)
+    expected = [f"{speed:g} GT/s"] * (speed < 16) + [f"x{now}"] * (now < min(16, width))
+    links = [text for text in found(HostState(root=tmp_path)) if text.split()[1] == "links"]
+    assert sorted(text.partition("] ")[2] for text in links) == sorted(expected)
+
+
 def test_a_lone_gpu_has_nobody_to_be_kept_from(tmp_path):
     pci(tmp_path, ROOT, "acs=001d")
     pci(tmp_path, f"{ROOT}/0000:03:00.0", *GPU)

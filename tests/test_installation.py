@@ -401,6 +401,25 @@ def test_files_in_which_the_lines_would_do_harm_are_refused(tmp_path, data, said
     assert path.read_bytes() == data
 
 
+LOADING = {"NCCL_ENV_PLUGIN": "/plan/lib.so", "TCCL_INDEX": "/plan/index", "NCCL_ALGO": "Ring"}
+
+
+@pytest.mark.parametrize("name", [*LOADING, "NCCL_BUFFSIZE"])
+@pytest.mark.parametrize("equal", [True, False])
+def test_a_line_with_another_value_of_any_variable_of_the_plan_is_refused(tmp_path, name, equal):
+    plan = msgspec.structs.replace(PLAN, variables=PLAN.variables | LOADING)
+    value = plan.variables[name] if equal else plan.variables[name] + "0"
+    path = tmp_path / "file"
+    path.write_text(f"NCCL_DEBUG=INFO\n{name}={value}\n")
+    before = path.read_bytes()
+    if equal:
+        assert install(plan, path, dry_run=True).needed
+        return
+    with pytest.raises(InputError, match=f"sets {name}=") as caught:
+        install(plan, path, dry_run=False)
+    assert (caught.value.where, path.read_bytes()) == (f"{path}:2", before)
+
+
 def test_a_damaged_record_is_a_sentence(tmp_path):
     state_directory().mkdir(parents=True)
     (state_directory() / "installed.json").write_text('{"files": 1}')

@@ -28,8 +28,9 @@ from tccl_py.nccl.view import view
 from tccl_py.plan.chains import sender_nodes
 from tccl_py.plan.directory import placement, write_plan
 from tccl_py.plan.load import load_plan
+from tccl_py.planning.choices import placements
 from tccl_py.planning.planner import make_plan
-from tccl_py.planning.request import OneNode
+from tccl_py.planning.request import OneNode, Task
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.workloads.workload import Workload, WorkloadRow
@@ -96,6 +97,27 @@ def test_no_choice_of_nodes_is_faster(plan):
 def make_plan_of_one_ring():
     model = load_bundled(PCIE)
     return make_plan(model.machine, model.knowledge, Simulator(model), ring_counts=(1,))
+
+
+@pytest.mark.parametrize("ids", [(0, 1, 2, 3), (0, 1, 2, -1), (-1,) * 4])
+def test_buffers_are_placed_only_where_the_kernel_numbers_all_nodes(ids):
+    model = load_bundled(PCIE)
+    nodes = [
+        msgspec.structs.replace(node, numa_id=number)
+        for node, number in zip(model.machine.numa_nodes, ids, strict=False)
+    ]
+    machine = msgspec.structs.replace(model.machine, numa_nodes=tuple(nodes))
+    task = Task(
+        machine=machine,
+        knowledge=model.knowledge,
+        source=bench_of(Simulator(model)),
+        gpus=machine.gpu_indices,
+        version="2.30",
+        placement=True,
+    )
+    assert bool(placements(task)) == (-1 not in ids[: len(nodes)])
+    assert all(kind.shm_placement and kind.shm_locality == "sender" for kind in placements(task))
+    assert placements(msgspec.structs.replace(task, placement=False)) == ()
 
 
 def test_each_gpu_bounces_through_one_node_in_all_rings():

@@ -412,11 +412,13 @@ def _agents(messenger, **more):
 
 def test_a_host_that_says_nothing_is_named():
     ours, _theirs = pair()
-    agents, job = _agents(ours)
+    agents, job = _agents(ours, answer_s=60.0)
+    begun = time.monotonic()
     with pytest.raises(HostLost) as caught:
         agents.ask(Agent.take, {"h1": (LinkStep(step="usable"),)})
     assert job.broken
     assert "host h1: has said" in str(caught.value)
+    assert time.monotonic() - begun < 60.0
 
 
 def test_a_host_that_lives_and_does_not_answer_is_named():

@@ -316,6 +316,30 @@ def test_free_flows_share_the_blocks_of_the_busiest_gpu(drawn, lanes):
         assert 1 <= len(part.numbers) <= min(FREE_BLOCKS, most)
 
 
+@given(st.lists(flows(), min_size=1, max_size=6), st.integers(1, 64))
+@settings(max_examples=150, deadline=None)
+def test_flows_with_and_without_blocks_fit_their_gpus_together(drawn, lanes):
+    """Flows without a number take what the others leave, one block at least."""
+    transfers = transfer_set(drawn)
+    fixed, free = Counter(), Counter()
+    for flow in drawn:
+        gpus = {one.executor.index for one in flow.transfers if not one.uses_copy_engine}
+        fixed.update(dict.fromkeys(gpus, flow.blocks or 0))
+        free.update(dict.fromkeys(gpus, not flow.blocks))
+    try:
+        program = program_for(transfers, lanes=lanes_of(GPUS, lanes))
+    except MeasurementError:
+        # Coupled flows share blocks, so that fewer may do.
+        assert any(fixed[gpu] + free[gpu] > lanes for gpu in fixed) or len(drawn) > 1
+        return
+    assert all(len(share.lanes) <= lanes for share in program.devices.values())
+    for flow, part in zip(transfers.flows, program.counted, strict=True):
+        if flow.blocks is None and not any(one.uses_copy_engine for one in flow.transfers):
+            gpus = {one.executor.index for one in flow.transfers}
+            rest = min((lanes - fixed[gpu]) // free[gpu] for gpu in gpus)
+            assert len(part.numbers) == max(1, min(FREE_BLOCKS, rest))
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [

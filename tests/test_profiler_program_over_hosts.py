@@ -1,6 +1,7 @@
 """Programs of sets that go from host to host, and each host's share of them."""
 
 from collections import Counter
+from contextlib import nullcontext
 
 import msgspec
 import pytest
@@ -218,6 +219,17 @@ def test_a_nic_with_too_many_lanes_is_refused():
     text = "h0.C0->h0.N0->h1.N0->h1.N0->h1.C0{blocks=9}"
     with pytest.raises(MeasurementError, match=r"^h0\.N0 would run 9"):
         program_for(parse_set(text), lanes={"h0.N0": 8, "h1.N0": 64}, network=TCP)
+
+
+@pytest.mark.parametrize(("blocks", "own"), [(8, 0), (9, 0), (5, 3), (5, 4), (8, 1)])
+def test_blocks_of_nccls_own_carriers_count_beside_a_sets_others(blocks, own):
+    text = f"h0.G0->h0.N0->h1.N0->h1.N0->h1.G0{{blocks={blocks}}}"
+    text += f" h0.G0->h0.G0->h0.G1{{blocks={own}}}" if own else ""
+    lanes = {f"h{host}.G{gpu}": 8 for host in (0, 1) for gpu in (0, 1)}
+    fits = blocks + own <= 8
+    refusal = pytest.raises(MeasurementError, match=rf"^h0\.G0 would run {blocks + own} blocks")
+    with nullcontext() if fits else refusal:
+        program_for(parse_set(text), lanes=lanes, network="nccl")
 
 
 def test_names_have_a_host_and_a_local_part():

@@ -264,3 +264,22 @@ def test_sets_of_two_rings_are_searched_only_where_orders_turn_out_to_differ(fac
     result = search_under(task, mechanisms(task)[0], floor=0.0, sets=200, check_bound=True)
     assert result.symmetric != differ
     assert (2 * len(task.gpus) in source.sizes) == differ
+
+
+@pytest.mark.parametrize("channels", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("name", [PCIE, SMALL])
+def test_rings_of_a_set_share_the_channels_that_one_ring_has(name, channels):
+    """Each hop of k rings has the k-th part of the blocks, in the search as in a plan's rings."""
+    task = task_for(name)
+    settings = Settings(channels=channels, p2p_level="SYS")
+    counts = [count for count in (1, 2, 4, 8) if channels % count == 0]
+    problem = task.problem(settings, counts)
+    for count in counts:
+        blocks = {hop.flow.blocks for hop in problem.spaces[count]}
+        assert blocks == {2 * channels // count}
+        order = tuple(task.gpus)
+        asked = rings_under(task, settings, [order, order[::-1]] * (count // 2) or [order])
+        assert {flow.blocks for flow in asked.flows.flows} == blocks
+    result = search_under(task, settings, floor=0.0, sets=30)
+    rings = result.rings.rings
+    assert {flow.blocks for flow in result.rings.flows.flows} == {2 * channels // len(rings)}

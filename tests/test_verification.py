@@ -35,6 +35,7 @@ from tccl_py.report.verification import facts_of, headline, trade_off_lines
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.statistics import sign_flip_p
 from tccl_py.workloads.bundled import BUNDLED
+from tccl_py.workloads.workload import Workload, WorkloadRow
 from tests.nccl_cases import torn
 from tests.planned import SMALL, as_only, plan_of, rebind
 from tests.verified import (
@@ -633,6 +634,37 @@ def test_wrong_values_make_the_answer_no(plan, place):
     assert not found.accepted and "values of graph file are wrong" in headline(found)[1]
 
 
+@pytest.mark.parametrize("is_wrong", [True, False])
+def test_a_choice_with_wrong_values_never_wins_a_workload(plan, place, is_wrong):
+    row = WorkloadRow(
+        collective="all_reduce", dtype="float32", bytes=1 << 20, groups=((0, 1, 2, 3),), calls=4.0
+    )
+    wrong = (WrongValue(case="all-reduce", rank=0, what="1 of 3 values are wrong"),)
+    jobs = FakeJobs(by_plan(lambda _: 1.5), wrong=wrong if is_wrong else ())
+    workload = Workload(name="job", source="a test", ranks=4, rows=(row,))
+    budget = RunBudget(sizes=(4096,), workload=workload)
+    found = run_verification(plan, place, dry_run(plan, jobs), budget).workload
+    assert found.chosen == ("default" if is_wrong else "graph")
+    assert ("graph" in found.choices) != is_wrong
+
+
+def test_p_values_of_several_arms_are_adjusted_for_all_of_them(boxed, box):
+    fake = FakeJobs(by_plan(lambda _: 1.3, variables=lambda _: 1.3), noise=0.001)
+    least = {}
+    for choice in ("graph", None):
+        found = run_verification(
+            boxed, box, dry_run(boxed, fake), RunBudget(sizes=(4096,)), choice=choice
+        )
+        arms = len(found.arms) - 1
+        rounds = len(found.arms[1].rows[0].seconds)
+        assert {row.compared.p for row in found.arms[-1].sizes} == {arms * 2.0 ** (1 - rounds)}
+        least[choice] = arms
+    assert least == {"graph": 1, None: 2}
+    arm, baseline = [[1.0, 1.1, 0.9, 1.2, 0.95, 1.05]], [[1.1, 1.3, 1.0, 1.25, 0.9, 1.2]]
+    (one,), (three,) = (compare(arm, baseline, arms=count) for count in (1, 3))
+    assert three.p == min(1.0, 3 * one.p) > one.p
+
+
 def test_a_slower_training_step_makes_the_answer_no(plan, place):
     jobs = FakeJobs(by_plan(lambda _: 1.0), noise=0.0005)
     effort = RunBudget(sizes=(4096,), training=True)
@@ -713,6 +745,23 @@ def test_a_recorded_log_is_that_of_its_plan(on_two):
     assert (found.differences, found.same) == ((), True)
     assert len(found.found) == len(found.expected) == 24
     assert {link.via for link in found.links} == {"P2P/CUMEM"}
+
+
+@pytest.mark.parametrize("at", [0, 1, 6, 100])
+def test_the_log_of_any_job_that_differs_from_the_plan_is_told(on_two, tmp_path, at):
+    class Changing(FakeJobs):
+        """One job of the graph file has fewer channels than were planned."""
+
+        def one(self, spec, environment):
+            number = sum("NCCL_GRAPH_FILE" in before for _, before in self.jobs)
+            text = LOG.read_text().replace("/24", "/12") if number == at else LOG.read_text()
+            return changed(super().one(spec, environment), log=text)
+
+    write_plan(on_two, tmp_path, models=as_only(load_bundled(SMALL)))
+    place = changed(dry_run(on_two, Changing(by_plan(lambda _: 1.0))), backend="cuda")
+    found = run_verification(on_two, tmp_path, place, RunBudget(sizes=(1 << 20,)), choice="graph")
+    assert found.arms[1].rings.same == (at == 100)
+    assert bool(found.arms[1].faults) == (at != 100)
 
 
 @pytest.mark.parametrize("checks", [True, False])
