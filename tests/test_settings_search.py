@@ -280,6 +280,9 @@ def test_rings_of_a_set_share_the_channels_that_one_ring_has(name, channels):
         order = tuple(task.gpus)
         asked = rings_under(task, settings, [order, order[::-1]] * (count // 2) or [order])
         assert {flow.blocks for flow in asked.flows.flows} == blocks
-    result = search_under(task, settings, floor=0.0, sets=30)
+    searched = []
+    told = msgspec.structs.replace(task, ring_counts=(1, 2, 4, 8, 16), reporter=searched.append)
+    result = search_under(told, settings, floor=0.0, sets=30)
+    assert {one.rings_in_set for one in searched} <= {c for c in (1, 2, 4, 8, 16) if c <= channels}
     rings = result.rings.rings
     assert {flow.blocks for flow in result.rings.flows.flows} == {2 * channels // len(rings)}
