@@ -33,6 +33,7 @@ from tccl_py.planning.planner import make_plan
 from tccl_py.planning.request import OneNode, Task
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
+from tccl_py.sources.bench import bench_of
 from tccl_py.workloads.workload import Workload, WorkloadRow
 from tests.planned import PCIE, as_only, plan_of, through
 from tests.plugin.runs import plugin_library
