@@ -309,10 +309,12 @@ def test_no_rate_of_default_nccl_exceeds_the_bound_of_a_job_without_a_table(name
     measured = tables_for(gpus)[-1]
     assert gpus_text(measured.gpus) == gpus
     rate = measured.stock.rate_gbps
-    bound = bound_of(pair, [measured.gpus], [tables_for("1")])
+    default = measured.kept.default_settings
+    bound = bound_of(pair, [measured.gpus], [tables_for("1")], default)
     assert rate <= bound < 400
     # A class with a table bounds the job by its own rate.
-    assert bound_of(pair, [measured.gpus], [[measured]]) == min(bound, measured.plain.rate_gbps)
+    narrower = bound_of(pair, [measured.gpus], [[measured]], default)
+    assert narrower == min(bound, measured.plain.rate_gbps)
 
 
 @pytest.mark.parametrize("nics", [1, 2, 3, 8])

@@ -378,6 +378,19 @@ def _choice(
     )
 
 
+def default_trees(topo: NcclView) -> SearchGraph:
+    """Return default NCCL's trees on each of several nodes."""
+    return _trees(topo.machine, topo.knowledge, topo.settings, topo.gpus)
+
+
+@functools.lru_cache(maxsize=64)
+def _trees(
+    machine: Machine, knowledge: Knowledge, settings: Settings, gpus: tuple[int, ...]
+) -> SearchGraph:
+    topo = view(machine, knowledge, settings, gpus=gpus)
+    return search_tree(topo, nodes=2, channels=len(default_choice(topo, nodes=2).rings))
+
+
 def default_choice_or_sys(topo: NcclView, *, nodes: int) -> DefaultChoice:
     """Return a baseline's choice: under NCCL_P2P_LEVEL=SYS where only that helps, if not set."""
     choice = default_choice(topo, nodes=nodes)

@@ -11,11 +11,12 @@ import msgspec
 from tccl_py.errors import counted, require
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.rings import neighbours
+from tccl_py.nccl.connections import swaps_pairs
 from tccl_py.nccl.graph_file import Channel, Graph, parse_graph_file
 from tccl_py.nccl.graph_search import search_ring, search_tree
 from tccl_py.nccl.settings import Settings, settings_from_environment
 from tccl_py.nccl.transport import final_channels
-from tccl_py.nccl.versions import ASSUMED, RING, SWAPPING, TREE
+from tccl_py.nccl.versions import ASSUMED, RING, TREE
 from tccl_py.nccl.view import leaves_as_named, net_devices, view
 from tccl_py.nccl.xml_reader import GraphFaultError
 
@@ -343,9 +344,8 @@ class _JobRings:
         for channel in range(self._channels):
             ring: list[int] = []
             for number, (node, start) in enumerate(pairs):
-                on_odd_node = number % 2 and self._channels % 2 == 0
-                swapped = on_odd_node and node.crossnic == SWAPPING
-                ring += node.ranks_of(channel ^ 1 if swapped else channel, start)
+                swapped = swaps_pairs(node.crossnic, number, self._channels)
+                ring += node.ranks_of(channel ^ swapped, start)
             first = ring.index(0)
             rings.append((*ring[first:], *ring[:first]))
         return rings

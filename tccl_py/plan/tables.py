@@ -80,6 +80,8 @@ class KeptTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     default_settings: Settings
     stock: OwnChains
     plain: OwnChains | str
+    railed: OwnChains | None = None
+    """NCCL's own chains with NCCL_CROSS_NIC=0, where hosts are on rails."""
     settings: tuple[Settings, ...] = ()
     hops: tuple[Hop, ...] = ()
     answers: tuple[KeptChains, ...] = ()

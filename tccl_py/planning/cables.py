@@ -1,22 +1,31 @@
-"""Hosts that cables join: what NCCL's own rings do there, and the chains that jobs may need."""
+"""Hosts that cables or rails join: what NCCL's own rings and trees do there."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from itertools import permutations
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, islice, permutations, starmap
 
 import msgspec
 
 from tccl_py.merge.cables import steps_between
 from tccl_py.model.cluster import Cluster, cabled_nics
-from tccl_py.nccl.graph_search import DefaultChain, default_choice_or_sys
+from tccl_py.nccl.connections import (
+    Connection,
+    HostChannels,
+    default_channels,
+    ring_connections,
+    tree_connections,
+)
+from tccl_py.nccl.graph_search import DefaultChoice, default_choice_or_sys
 from tccl_py.nccl.network import NicPair, routed
 from tccl_py.nccl.settings import Settings, environment
-from tccl_py.plan.chains import PlanChoice
-from tccl_py.plan.tables import ClassRates
+from tccl_py.plan.chains import MOST_FAILING, FailingPair, Failure, PlanChoice
+from tccl_py.plan.tables import ClassRates, OwnChains
 from tccl_py.planning.host_rings import pairs_of
 
+CANNOT_CONNECT = "cannot connect"
+"""The verdict on a choice with which NCCL would join NICs that do not reach each other."""
 _NAMED = 4
 _REASONS = {
     "NCCL_IB_SUBNET_AWARE_ROUTING": "=1 (from NCCL 2.30.7 on) sends by the NIC of the cable",
@@ -37,8 +46,45 @@ _CABLED_SETTINGS = (
 )
 
 
-class _NoCableError(Exception):
-    """A connection of NCCL's own rings that no cable carries."""
+def failing(
+    choice: PlanChoice, cluster: Cluster, channels: Sequence[Sequence[HostChannels]]
+) -> PlanChoice:
+    """Return a choice with these channels, which fails where NCCL would connect NICs in vain.
+
+    `channels` has a host's for each class: one, or one for each part in which NCCL cuts the host.
+    """
+    if choice.fails or not (cluster.cables or cluster.rails == "only"):
+        return choice
+    nodes = [(host.name, part) for host in cluster.hosts for part in channels[host.node_class]]
+    names, hosts = [name for name, _ in nodes], [part for _, part in nodes]
+    steps, routing = steps_between(cluster.cables), choice.settings.subnet_routing
+
+    def carried(link: Connection) -> bool:
+        if not cluster.cables:
+            return link.nic == link.far
+        return _way(link, steps, names, subnet_routing=routing) is not None
+
+    graphs = {"NCCL": chain.from_iterable(ring_connections(hosts))}
+    if not choice.settings.algo:
+        graphs["NCCL's trees"] = chain(tree_connections(hosts))
+    for graph, connections in graphs.items():
+        broken = dict.fromkeys(link for link in connections if not carried(link))
+        if broken:
+            ends = [
+                (f"{names[link.host]} N{link.nic}", f"{names[link.peer]} N{link.far}")
+                for link in islice(broken, MOST_FAILING)
+            ]
+            why = "no cable joins" if cluster.cables else "are on different rails"
+            note = f"{graph} would connect {' and '.join(ends[0])}, which {why}"
+            pairs = tuple(starmap(FailingPair, ends))
+            failure = Failure(verdict=CANNOT_CONNECT, pairs=pairs)
+            return msgspec.structs.replace(choice, rate_gbps=None, note=note, fails=failure)
+    return choice
+
+
+def channels_on(node: ClassRates, own: OwnChains | DefaultChoice) -> HostChannels:
+    """Return NCCL's own channels on a host of a class."""
+    return default_channels(node.view(own.settings), own.chains, own.cross_nic)
 
 
 def choices_along_cables(
@@ -49,16 +95,17 @@ def choices_along_cables(
     settings: Settings,
 ) -> tuple[PlanChoice, PlanChoice]:
     """Return default NCCL, and its own rings with the variables of a plan's settings."""
-    own: list[Sequence[DefaultChain]] = [node.stock.chains for node in nodes]
-    default = _rated(default, cluster, nodes, own, subnet_routing=False)
+    own = [channels_on(node, node.stock) for node in nodes]
+    default = _rated(default, cluster, nodes, own)
     if any(map(_excluded, nodes)):
         note = "NCCL takes NICs too that lead to no host of the job"
-        default = msgspec.structs.replace(default, rate_gbps=None, note=note)
+        fails = default.fails or Failure(verdict=CANNOT_CONNECT)
+        default = msgspec.structs.replace(default, rate_gbps=None, note=note, fails=fails)
     changes = {name: getattr(settings, name) for name in _CABLED_SETTINGS}
     under = msgspec.structs.replace(variables.settings, **changes)
-    own = [_chains_under(node, settings) for node in nodes]
-    variables = _rated(variables, cluster, nodes, own, subnet_routing=True)
-    return default, msgspec.structs.replace(variables, settings=under)
+    own = [channels_on(node, _own_under(node, settings)) for node in nodes]
+    variables = msgspec.structs.replace(variables, settings=under)
+    return default, _rated(variables, cluster, nodes, own)
 
 
 def _excluded(node: ClassRates) -> set[str]:
@@ -68,37 +115,35 @@ def _excluded(node: ClassRates) -> set[str]:
     return {nic.name for nic in nics if nic.index not in node.nics} if excludes else set()
 
 
-def _chains_under(node: ClassRates, settings: Settings) -> Sequence[DefaultChain]:
+def _own_under(node: ClassRates, settings: Settings) -> OwnChains | DefaultChoice:
     """Return NCCL's own chains on a host of a class with the NICs that settings name.
 
     One list holds for all hosts: a NIC with a cable on one may have none on another.
     """
     names = {name.partition(":")[0] for name in (*settings.ib_hca, *settings.socket_ifname)}
     if names.isdisjoint(_excluded(node)):
-        return node.stock.chains
+        return node.stock
     named = {"ib_hca": settings.ib_hca, "socket_ifname": settings.socket_ifname}
     under = msgspec.structs.replace(node.stock.settings, **named)
-    return default_choice_or_sys(node.view(under), nodes=2).chains
+    return default_choice_or_sys(node.view(under), nodes=2)
 
 
 def _rated(
     choice: PlanChoice,
     cluster: Cluster,
     nodes: Sequence[ClassRates],
-    own: Sequence[Sequence[DefaultChain]],
-    *,
-    subnet_routing: bool,
+    own: Sequence[HostChannels],
 ) -> PlanChoice:
     """Return NCCL's own rings over hosts in the order given, with the rate that cables let them.
 
-    `own` are its chains on hosts of each class. The rate is None, with a note, where NCCL would
-    connect functions that no cable joins.
+    `own` are its channels on hosts of each class. The choice fails where NCCL would connect
+    functions that no cable joins.
     """
-    try:
-        chains = [own[host.node_class] for host in cluster.hosts]
-        used = own_pairs(cluster, chains, subnet_routing=subnet_routing)
-    except _NoCableError as error:
-        return msgspec.structs.replace(choice, rate_gbps=None, note=str(error))
+    choice = failing(choice, cluster, [[channels] for channels in own])
+    if choice.fails:
+        return choice
+    hosts = [own[host.node_class] for host in cluster.hosts]
+    used = own_pairs(cluster, hosts, subnet_routing=choice.settings.subnet_routing)
     rates = []
     for host, pairs in zip(cluster.hosts, used, strict=True):
         node = nodes[host.node_class]
@@ -116,31 +161,34 @@ def _rated(
 
 
 def own_pairs(
-    cluster: Cluster, default_chains: Sequence[Sequence[DefaultChain]], *, subnet_routing: bool
+    cluster: Cluster, hosts: Sequence[HostChannels], *, subnet_routing: bool
 ) -> list[list[NicPair]]:
-    """Return the NICs in and out of each channel of NCCL's own chains, for each host."""
-    steps, hosts = steps_between(cluster.cables), cluster.hosts
-    crossings: list[list[NicPair]] = []
-    for number, host in enumerate(hosts):
-        following = (number + 1) % len(hosts)
-        step = steps.get((host.name, hosts[following].name), ())
-        ways = []
-        for chain, into in zip(default_chains[number], default_chains[following], strict=False):
-            way = routed(_sends_by(chain), into.entry, step, subnet_routing=subnet_routing)
-            if way is None:
-                ends = f"{host.name} N{_sends_by(chain)} and {hosts[following].name} N{into.entry}"
-                raise _NoCableError(f"NCCL would connect {ends}, which no cable joins")
-            ways.append(way)
-        crossings.append(ways)
+    """Return the NICs in and out of each channel's ring along cables, for each host."""
+    steps, names = steps_between(cluster.cables), cluster.names
+    crossings = [
+        [
+            way
+            for link in links
+            if (way := _way(link, steps, names, subnet_routing=subnet_routing)) is not None
+        ]
+        for links in ring_connections(hosts)
+    ]
     return [
-        [(into, out) for (_, into), (out, _) in zip(crossings[number - 1], ways, strict=False)]
+        [(into, out) for (_, into), (out, _) in zip(crossings[number - 1], ways, strict=True)]
         for number, ways in enumerate(crossings)
     ]
 
 
-def _sends_by(chain: DefaultChain) -> int:
-    """Return the NIC by which NCCL would leave a host: of one GPU, that of the entry."""
-    return chain.exit if len(chain.gpus) > 1 else chain.entry
+def _way(
+    link: Connection,
+    steps: Mapping[tuple[str, str], Sequence[NicPair]],
+    names: Sequence[str],
+    *,
+    subnet_routing: bool,
+) -> NicPair | None:
+    """Return the NICs of a connection along cables; None where none joins its ends."""
+    step = steps.get((names[link.host], names[link.peer]), ())
+    return routed(link.nic, link.far, step, subnet_routing=subnet_routing)
 
 
 def notices_of_cables(cluster: Cluster, settings: Settings) -> Iterator[str]:

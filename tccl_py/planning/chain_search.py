@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import msgspec
 
-from tccl_py.errors import BudgetSpentError, InputError, SearchError
+from tccl_py.errors import BudgetSpentError, InputError, MeasurementError, SearchError
 from tccl_py.files import picked
 from tccl_py.model.cluster import NodeClass
 from tccl_py.model.machine import Machine, Nic
@@ -56,14 +56,17 @@ class HostTask(Task, frozen=True, kw_only=True):
     """Planning a host of several: rings are chains by `nics`, closed through the world outside.
 
     With a `pairing` the chains have just these pairs of NICs; else NICs are used evenly, if not
-    `uneven`. Hosts with `cables` leave by another NIC than their entry. NCCL's own chains are rated
-    under `sound` settings where default NCCL uses links on some class that no plan may use.
+    `uneven`. Hosts with `cables` leave by another NIC than their entry, and NCCL's own chains on
+    `railed` ones, where a NIC reaches only the same NIC of other hosts, may have to leave by the
+    same. NCCL's own chains are rated under `sound` settings where default NCCL uses links on some
+    class that no plan may use.
     """
 
     pairing: Pairing | None = None
     uneven: bool = False
     cabled: bool = False
     sound: Settings | None = None
+    railed: bool = False
 
     @property
     def default_settings(self) -> Settings:
@@ -197,8 +200,18 @@ class ClassStudy(ClassRates):
             default_settings=task.default_settings,
             stock=_own_chains(variables),
             plain=rated.note if default is None else _own_chains(default),
+            railed=self._railed(variables.settings) if task.railed else None,
             notices=tuple(dict.fromkeys(note for result in results for note in result.notices)),
         )
+
+    def _railed(self, settings: Settings) -> OwnChains | None:
+        """Rate NCCL's own chains that leave hosts by the NIC of their entry; None if that fails."""
+        under = msgspec.structs.replace(settings, cross_nic=0, min_channels=None)
+        with suppress(SearchError, MeasurementError):
+            return _own_chains(
+                rated_stock(self.task, under, self.task.own_choice(under), well=True)
+            )
+        return None
 
     def _gdr_choices(self, best: Choice) -> list[Choice]:
         """The best chains with other NIC buffer placements."""

@@ -71,6 +71,7 @@ class SeveralHosts:
             "ring_counts": request.ring_counts or tuple(sorted(counts)),
             "reporter": reporter,
             "cabled": bool(cluster.cables),
+            "railed": cluster.rails == "only",
         }
         # Their time is limited all together.
         budget = msgspec.structs.replace(request.budget, seconds=None)

@@ -25,17 +25,19 @@ from tccl_py.model.measurement import mark
 from tccl_py.model.reports import restricted
 from tccl_py.model.symmetry import Permutation, automorphisms, mapping, onto, relabelled_hop
 from tccl_py.model.transfer import index_of
+from tccl_py.nccl.connections import default_channels
 from tccl_py.nccl.graph_search import DefaultChain, DefaultChoice, default_choice_or_sys
 from tccl_py.nccl.network import chain_hop_space
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import view
-from tccl_py.plan.chains import ChoiceName
+from tccl_py.plan.chains import ChoiceName, PlanChoice
 from tccl_py.plan.directory import conf_text, env_text
 from tccl_py.plan.host_files import order_files
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.retuning import retuned
 from tccl_py.plan.staging import write_new_directory
 from tccl_py.plan.tables import ClassRates, KeptTable, OwnChains, read_tables
+from tccl_py.planning.cables import failing
 from tccl_py.planning.join import plan_over
 from tccl_py.planning.request import PlanRequest
 from tccl_py.readers.hosts import HostSlots
@@ -44,7 +46,7 @@ _Key = tuple[int, tuple[int, ...]]
 """The number of a class, and the GPUs of a job on its hosts."""
 _MOST_TRIED = 256
 """Mappings of a machine that are tried."""
-_OF_THE_JOB = ("cross_nic", "ib_hca", "socket_ifname")
+_OF_THE_JOB = ("cross_nic", "ib_hca", "socket_ifname", "algo")
 """Settings that follow from a job's rings and hosts."""
 
 
@@ -110,6 +112,7 @@ def as_achieved(
     winner = winner if winner in made.choices else "default"
     rates = {n: c.rate_gbps and c.rate_gbps * shares.get(n, 1.0) for n, c in made.choices.items()}
     tuned = made
+    own = {name: getattr(made.variables.settings, name) for name in _OF_THE_JOB}
     if plan.winner is not None:
         nics = {name: getattr(made.settings, name) for name in _OF_THE_JOB}
         try:
@@ -121,7 +124,7 @@ def as_achieved(
     listed = ", ".join(f"{share:.2f} ({name})" for name, share in shares.items())
     return replace(
         tuned,
-        rate_gbps=rates["graph"],
+        rate_gbps=rates["graph"] or made.rate_gbps,
         bound_gbps=None,
         proven=False,
         bound_assumptions=(),
@@ -129,7 +132,7 @@ def as_achieved(
         variables=replace(
             made.variables,
             rate_gbps=rates["variables"],
-            settings=plan.variables.settings,
+            settings=replace(plan.variables.settings, **own),
             note=plan.variables.note or made.variables.note,
         ),
         winner=winner,
@@ -229,8 +232,20 @@ def image_of(table: KeptTable, host: NodeClass, gpus: tuple[int, ...]) -> KeptTa
             # In NCCL's order of channels.
             stock = msgspec.structs.replace(image.stock, chains=new.chains)
             plain = stock if rated else table.plain
-            return msgspec.structs.replace(image, stock=stock, plain=plain)
+            railed = _in_own_order(image.railed, host, gpus)
+            return msgspec.structs.replace(image, stock=stock, plain=plain, railed=railed)
     return None
+
+
+def _in_own_order(
+    railed: OwnChains | None, host: NodeClass, gpus: tuple[int, ...]
+) -> OwnChains | None:
+    """Return mapped chains in NCCL's order of channels; None if NCCL chooses others."""
+    if railed is None:
+        return None
+    own = _own_choice(host, railed.settings, gpus).chains
+    same = Counter(own) == Counter(railed.chains)
+    return msgspec.structs.replace(railed, chains=own) if same else None
 
 
 def _own_choice(host: NodeClass, settings: Settings, gpus: tuple[int, ...]) -> DefaultChoice:
@@ -244,14 +259,13 @@ def _relabelled(table: KeptTable, gpus: tuple[int, ...], names: Permutation) -> 
     def index(kind: str, number: int) -> int:
         return index_of(names[f"{kind}{number}"])
 
-    chains = tuple(
-        DefaultChain(
-            index("N", chain.entry),
-            tuple(index("G", gpu) for gpu in chain.gpus),
-            index("N", chain.exit),
+    def mapped(own: OwnChains) -> OwnChains:
+        chains = (
+            DefaultChain(index("N", into), tuple(index("G", gpu) for gpu in ids), index("N", out))
+            for into, ids, out in own.chains
         )
-        for chain in table.stock.chains
-    )
+        return replace(own, chains=tuple(chains))
+
     pairs = [sorted((index("N", a), index("N", b)) for a, b in row.pairs) for row in table.answers]
     note = (
         f"{table.node_class}, GPUs {gpus_text(gpus)}: by the rates of GPUs "
@@ -260,7 +274,8 @@ def _relabelled(table: KeptTable, gpus: tuple[int, ...], names: Permutation) -> 
     return replace(
         table,
         gpus=gpus,
-        stock=replace(table.stock, chains=chains),
+        stock=mapped(table.stock),
+        railed=None if table.railed is None else mapped(table.railed),
         hops=tuple(relabelled_hop(hop, names) for hop in table.hops),
         answers=tuple(
             replace(row, pairs=tuple(nics)) for row, nics in zip(table.answers, pairs, strict=True)
@@ -309,11 +324,11 @@ def write_bounded_job(
     if not all(tables):
         raise missing
     sets = [indices for _, indices in keys]
-    bound = bound_of(cluster, sets, tables)
+    settings = _connecting(cluster, sets, tables[0][0].kept.default_settings)
+    bound = bound_of(cluster, sets, tables, settings)
     most = "" if bound is None else f", at most {bound:.2f} GB/s"
     basis = mark(simulated=plan.simulated, assumed=False, dry_run=plan.dry_run)
     rate = f"not known{most} (tables {basis})"
-    settings = tables[0][0].kept.default_settings
     named = [(host.name, sets[host.node_class]) for host in cluster.hosts]
 
     def files_of(place: Path) -> dict[str, str]:
@@ -328,10 +343,33 @@ def write_bounded_job(
     return write_new_directory(output, files_of), rate
 
 
+def _connecting(cluster: Cluster, gpus: Sequence[tuple[int, ...]], default: Settings) -> Settings:
+    """Return default NCCL's settings, or those that keep rings on their rails if only these do.
+
+    Raises InputError: NCCL connects the hosts with neither.
+    """
+    note = ""
+    for settings in (default, msgspec.structs.replace(default, cross_nic=0)):
+        channels = []
+        for host, ids in zip(cluster.classes, gpus, strict=True):
+            own = _own_choice(host, settings, ids)
+            topo = view(host.machine, host.knowledge, own.settings, gpus=ids)
+            channels.append([default_channels(topo, own.chains, own.cross_nic)])
+        choice = PlanChoice(settings=settings, rings=(), rate_gbps=None)
+        choice = failing(choice, cluster, channels)
+        if not choice.fails:
+            return settings
+        note = note or choice.note
+    raise InputError("`hosts`", f"do not connect without a plan: {note}", "plan for these GPUs")
+
+
 def bound_of(
-    cluster: Cluster, gpus: Sequence[tuple[int, ...]], tables: Sequence[Sequence[ClassRates]]
+    cluster: Cluster,
+    gpus: Sequence[tuple[int, ...]],
+    tables: Sequence[Sequence[ClassRates]],
+    settings: Settings,
 ) -> float | None:
-    """Return an upper bound on default NCCL's bandwidth in a job, GB/s; None if nothing bounds it.
+    """Return an upper bound on NCCL's bandwidth in a job, GB/s; None if nothing bounds it.
 
     `cluster` is the job's, its hosts in rank order; of its classes are the GPUs, and all tables. A
     NIC carries no more than its port. Tables for more or fewer GPUs bound nothing: chains over them
@@ -342,7 +380,7 @@ def bound_of(
         rated = [table.plain for table in of_class if table.gpus == indices]
         bounds += [default.rate_gbps for default in rated if isinstance(default, OwnChains)]
         ports = {nic.index: nic.speed_mbps / _MBPS or inf for nic in host.machine.nics}
-        chains = _own_choice(host, of_class[0].kept.default_settings, indices).chains
+        chains = _own_choice(host, settings, indices).chains
         for ends in ([chain.entry for chain in chains], [chain.exit for chain in chains]):
             bounds += [ports[nic] * len(ends) / count for nic, count in Counter(ends).items()]
     least = min(bounds)

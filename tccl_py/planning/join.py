@@ -13,15 +13,27 @@ import msgspec
 from tccl_py.errors import SearchError
 from tccl_py.merge.rings import uplink_limit
 from tccl_py.model.cluster import Cluster
-from tccl_py.nccl.graph_search import DefaultChain
+from tccl_py.model.transfer import index_of
+from tccl_py.nccl.connections import (
+    HostChannels,
+    default_channels,
+    swaps_pairs,
+    tree_connections,
+)
+from tccl_py.nccl.graph_search import DefaultChain, default_choice
 from tccl_py.nccl.settings import Settings
-from tccl_py.nccl.versions import SWAPPING
+from tccl_py.nccl.view import view
 from tccl_py.plan.chains import AS_GOOD as WORTH
 from tccl_py.plan.chains import Failure, PlanChoice, failure_over, preferred
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.retuning import ends_as_measured
 from tccl_py.plan.tables import ClassRates, OwnChains
-from tccl_py.planning.cables import choices_along_cables, notices_of_cables
+from tccl_py.planning.cables import (
+    channels_on,
+    choices_along_cables,
+    failing,
+    notices_of_cables,
+)
 from tccl_py.planning.host_rings import ClusterRings, RingSearch
 from tccl_py.planning.request import PlanRequest
 from tccl_py.planning.study import SIMPLE_ORDER, JoinedRings, assembled
@@ -42,6 +54,8 @@ def plan_over(cluster: Cluster, nodes: Sequence[ClassRates], request: PlanReques
     default, variables = _own_choices(cluster, nodes)
     if cluster.cables:
         default, variables = choices_along_cables(default, variables, cluster, nodes, settings)
+    elif cluster.rails == "only":
+        default, variables = _on_rails(default, variables, cluster, nodes)
     used = {cluster.host_classes[name] for name in best.hosts}
     return assembled(
         cluster,
@@ -50,7 +64,11 @@ def plan_over(cluster: Cluster, nodes: Sequence[ClassRates], request: PlanReques
         (default, variables),
         request,
         views=[node.view(best.settings) for node in nodes],
-        notices=(*_notices(cluster, best, nodes), *notices_of_cables(cluster, settings)),
+        notices=(
+            *_notices(cluster, best, nodes),
+            *notices_of_cables(cluster, settings),
+            *_notices_of_rails(default, cluster, nodes),
+        ),
         simulated=any(nodes[number].kept.simulated for number in used),
         dry_run=any(nodes[number].kept.dry_run for number in used),
         cancelled=cancelled,
@@ -172,9 +190,16 @@ def _with_nics(
         cross_nic=1 if any(c.entry_nic != c.exit_nic for c in chains) else settings.cross_nic,
         subnet_routing=bool(cluster.cables),
         subnet_prefix=request.subnet_prefix,
-        # Trees join hosts that no cable joins.
-        algo="Ring" if cluster.cables else settings.algo,
+        # Trees join hosts that no cable joins, and the entries of hosts, on whichever rails.
+        algo="Ring" if cluster.cables or _trees_cross(cluster, joined) else settings.algo,
     )
+
+
+def _trees_cross(cluster: Cluster, joined: JoinedRings) -> bool:
+    """Return whether trees of graph files, which use the entries of chains, would leave rails."""
+    entries = [[(c.entry_nic or 0,) for c in chains] for chains in joined.chains]
+    hosts = [HostChannels(rings=(), trees=tuple(trees)) for trees in entries]
+    return cluster.rails == "only" and any(link.nic != link.far for link in tree_connections(hosts))
 
 
 def _own_choices(cluster: Cluster, nodes: Sequence[ClassRates]) -> tuple[PlanChoice, PlanChoice]:
@@ -210,6 +235,57 @@ def _failure(cluster: Cluster, nodes: Sequence[ClassRates], settings: Settings) 
     return next(filter(None, failures), None)
 
 
+def _on_rails(
+    default: PlanChoice, variables: PlanChoice, cluster: Cluster, nodes: Sequence[ClassRates]
+) -> tuple[PlanChoice, PlanChoice]:
+    """Return the choices, which fail where they leave rails.
+
+    Variables include NCCL_CROSS_NIC=0 where only that connects, or is clearly faster.
+    """
+    default = failing(default, cluster, list(map(_default_channels, nodes)))
+    own = [[channels_on(node, node.stock)] for node in nodes]
+    variables = failing(variables, cluster, own)
+    railed = [node.kept.railed for node in nodes if node.kept.railed is not None]
+    if len(railed) == len(nodes):
+        own = [[channels] for channels in map(channels_on, nodes, railed)]
+        stays = failing(_own_choice(cluster, nodes, railed), cluster, own)
+        rate = variables.rate_gbps or 0.0
+        if stays.rate_gbps is not None and preferred(stays.rate_gbps, rate, less=False):
+            variables = stays
+    return default, variables
+
+
+def _notices_of_rails(
+    default: PlanChoice, cluster: Cluster, nodes: Sequence[ClassRates]
+) -> Iterator[str]:
+    """Yield that default NCCL fails on one host fewer, where it runs on all."""
+    if cluster.rails == "any" or default.fails or len(cluster.hosts) < 3:
+        return
+    fewer = msgspec.structs.replace(cluster, hosts=cluster.hosts[:-1])
+    if failing(default, fewer, list(map(_default_channels, nodes))).fails:
+        count = len(fewer.hosts)
+        yield (
+            f"jobs on some of the hosts, as {count} of them, need the files that `tccl export` "
+            "makes: default NCCL would connect NICs on different rails there"
+        )
+
+
+def _default_channels(node: ClassRates) -> list[HostChannels]:
+    """Return the channels of default NCCL on a host of a class, of each part that it makes of it."""
+    if isinstance(node.plain, OwnChains):
+        return [channels_on(node, node.plain)]
+    topo = node.view(node.kept.default_settings)
+    views = [
+        view(topo.machine, topo.knowledge, topo.settings, gpus=tuple(map(index_of, part)))
+        for part in sorted(topo.parts, key=lambda part: min(map(index_of, part)))
+    ]
+    own = [default_choice(part, nodes=2) for part in views]
+    return [
+        default_channels(part, choice.chains, choice.cross_nic)
+        for part, choice in zip(views, own, strict=True)
+    ]
+
+
 def _own_choice(
     cluster: Cluster, nodes: Sequence[ClassRates], defaults: Sequence[OwnChains]
 ) -> PlanChoice:
@@ -223,19 +299,20 @@ def _own_choice(
             settings,
             p2p_level=stock.settings.p2p_level or settings.p2p_level,
             net_disable_intra=stock.settings.net_disable_intra or settings.net_disable_intra,
+            cross_nic=stock.settings.cross_nic,
         )
     # For each host the ranks of each channel that every class has.
     ranks: list[list[list[int]]] = []
-    first = 0
+    first, count = 0, min(len(stock.chains) for stock in defaults)
     for number, host in enumerate(cluster.hosts):
         at = {gpu: first + slot for slot, gpu in enumerate(nodes[host.node_class].gpus)}
-        chains = _chains_on(defaults[host.node_class], number)
+        chains = _chains_on(defaults[host.node_class], number, count)
         ranks.append([[at[gpu] for gpu in own_chain.gpus] for own_chain in chains])
         first += host.slots
     fallback = any(stock.fallback for stock in defaults)
     return PlanChoice(
         settings=settings,
-        rings=tuple(tuple(chain.from_iterable(parts)) for parts in zip(*ranks, strict=False)),
+        rings=tuple(tuple(chain.from_iterable(parts)) for parts in zip(*ranks, strict=True)),
         rate_gbps=rate,
         error=max(stock.error for stock in defaults),
         assumed=any(stock.assumed for stock in defaults),
@@ -243,15 +320,10 @@ def _own_choice(
     )
 
 
-def _chains_on(default: OwnChains, number: int) -> tuple[DefaultChain, ...]:
-    """Return NCCL's own chains on a host by its number in rank order.
-
-    On odd hosts pairs of channels are swapped if they leave by another NIC than they enter by, so
-    that each stays on its rail between hosts (ncclTopoPostset in connect.cc of NCCL 2.30.7).
-    """
-    count = len(default.chains)
-    swapped = default.cross_nic == SWAPPING and number % 2 == 1 and count % 2 == 0
-    return tuple(default.chains[channel ^ swapped] for channel in range(count))
+def _chains_on(default: OwnChains, number: int, count: int) -> list[DefaultChain]:
+    """Return NCCL's own chains of `count` channels on a host by its number in rank order."""
+    swapped = swaps_pairs(default.cross_nic, number, count)
+    return [default.chains[channel ^ swapped] for channel in range(count)]
 
 
 def _notices(cluster: Cluster, best: ClusterRings, nodes: Sequence[ClassRates]) -> Iterator[str]:
