@@ -281,7 +281,7 @@ def test_a_plan_whose_jobs_need_variables_never_recommends_to_leave_nccl_as_it_i
     assert plan.recommended == "variables"
     facing = planned([(0, 0, 1, 0), (0, 1, 1, 1)], 2)
     assert facing.choices["default"].rate_gbps is not None
-    assert not facing.connects_by_variables
+    assert facing.control == "default"
 
 
 def test_the_plugin_of_a_job_has_the_file_of_each_host_and_needs_the_variables():

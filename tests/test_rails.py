@@ -207,7 +207,7 @@ def test_of_choices_that_connect_the_smallest_that_is_as_good_is_recommended():
     assert plan.recommended == "graph"
     slower = msgspec.structs.replace(plan, rate_gbps=plan.variables.rate_gbps, bound_gbps=None)
     assert slower.recommended == "variables"
-    assert "NCCL_CROSS_NIC=0: default NCCL fails (cannot connect)" in slower.advice
+    assert "NCCL_CROSS_NIC=0: default NCCL cannot connect here" in slower.advice
 
 
 def test_hosts_whose_nics_reach_each_other_are_planned_as_before():

@@ -271,7 +271,7 @@ def _notices_of_rails(
 
 
 def _default_channels(node: ClassRates) -> list[HostChannels]:
-    """Return the channels of default NCCL on a host of a class, of each part that it makes of it."""
+    """Return the channels of default NCCL on a host of a class, or of each part that it cuts."""
     if isinstance(node.plain, OwnChains):
         return [channels_on(node, node.plain)]
     topo = node.view(node.kept.default_settings)
