@@ -48,7 +48,10 @@ def size_text(size: int) -> str:
 
 
 class TcclError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base of every error this package raises on purpose; its text is `visible`, line by line."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(visible, super().__str__().split("\n")))
 
 
 class InputError(TcclError):

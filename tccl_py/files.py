@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -26,7 +27,7 @@ SPACE = "choose a writable place with free space"
 T = TypeVar("T")
 Text = TypeVar("Text", bound="TextValue")
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
-_TERMINAL = re.compile("[\x7f-\x9f]")  # Control characters that JSON lets stand as they are
+_BEYOND_ASCII = re.compile("[\x7f-\U0010ffff]")  # JSON lets all stand as they are
 
 
 @contextmanager
@@ -83,7 +84,7 @@ def write_atomically(path: Path, text: str) -> None:
     with refused(path, "cannot be written", SPACE):
         require(not path.is_dir(), str(path), "is a directory", "name a file")
         held = stat.S_IMODE(path.stat().st_mode) if path.is_file() else None
-        with replacement(path, mode=0o666 if held is None else held) as handle:
+        with replacement(path, mode=0o644 if held is None else held) as handle:
             handle.write(text.encode())
             if held is not None:
                 os.fchmod(handle.fileno(), held)
@@ -107,7 +108,7 @@ def write_named(path: Path, text: str) -> None:
 
 
 @contextmanager
-def replacement(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
+def replacement(path: Path, *, mode: int = 0o644) -> Iterator[BinaryIO]:
     """Open a new file to replace `path` in one step at the end of a block without errors."""
     sweep_beside(path)
     descriptor, temporary = _opened_beside(path, mode)
@@ -237,10 +238,15 @@ def parsed(kind: type[Any], value: object) -> Any:
     return result
 
 
-def decode_json(text: str, kind: type[T], *, where: str, name: str = "", right: str = _OURS) -> T:
+def decode_json(
+    text: str | bytes, kind: type[T], *, where: str, name: str = "", right: str = _OURS
+) -> T:
     """Decode JSON into a msgspec type, strictly (InputError); messages call the format `name`."""
     try:
+        text = text.decode() if isinstance(text, bytes) else text
         return msgspec.json.decode(text.encode(), type=kind, dec_hook=parsed)
+    except UnicodeError as error:
+        raise InputError(where, "is not UTF-8 text", right) from error
     except (RecursionError, msgspec.MsgspecError) as error:
         words = re.sub("(?<=[a-z])(?=[A-Z])", " ", name or kind.__name__.strip("_")).lower()
         fault = f"does not fit the {words} format ({_explained(error, kind)})"
@@ -298,9 +304,13 @@ def picked(record: object, *names: str) -> dict[str, Any]:
 
 
 def encode_json(value: Any) -> str:
-    """Encode as indented JSON in field order; control characters are escaped."""
+    """Encode as indented JSON in field order; what `errors.visible` escapes is escaped."""
     text = msgspec.json.format(encode_line(value)[:-1], indent=1).decode() + "\n"
-    return _TERMINAL.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+    return _BEYOND_ASCII.sub(_escaped, text)
+
+
+def _escaped(match: re.Match[str]) -> str:
+    return match[0] if match[0].isprintable() else json.dumps(match[0])[1:-1]
 
 
 def encode_line(value: Any) -> bytes:

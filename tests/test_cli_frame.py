@@ -1,6 +1,7 @@
 """The frame of the `tccl` command: exit codes, sentences, help, output that cannot be written."""
 
 import ast
+import json
 import math
 import os
 import re
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import tccl_py
@@ -20,8 +23,8 @@ from tccl_py.cli.main import COMMANDS as NAMES_OF_ALL
 from tccl_py.cli.main import app, load_command
 from tccl_py.cli.options import gpus_argument
 from tccl_py.cli.output import ProgressLine, grid, print_table, results
-from tccl_py.errors import InputError
-from tccl_py.files import encode_json
+from tccl_py.errors import InputError, MeasurementError
+from tccl_py.files import decode_json, encode_json
 from tccl_py.model.cluster import parse_gpus
 from tccl_py.model.measurement import mark as provenance
 from tccl_py.plan.directory import write_plan
@@ -256,6 +259,30 @@ def test_an_error_shows_control_characters_and_sends_none(arguments):
     assert (result.exit_code, result.stdout) == (2, "")
     assert SHOWN.removesuffix(r"\n") in result.stderr
     assert result.stderr.removesuffix("\n").isprintable()
+
+
+def test_an_error_of_the_library_sends_no_control_characters_of_a_plan(tmp_path):
+    fields = json.loads((PLANS / "h200x4-vm.json").read_text())
+    for name, value in (("recommended", HOSTILE), (HOSTILE, 1), ("format_version", HOSTILE)):
+        (tmp_path / "plan.json").write_text(json.dumps({**fields, name: value}))
+        with pytest.raises(InputError) as error:
+            load_plan(tmp_path)
+        assert all(line.isprintable() for line in str(error.value).split("\n"))
+    error = MeasurementError(f"{HOSTILE}and")
+    assert str(error) == SHOWN.removesuffix("\\n") + "\nand"
+
+
+@given(st.text() | st.sampled_from([HOSTILE, "\u2028\U000e0001é"]))
+def test_json_has_no_characters_that_a_terminal_acts_on_and_says_the_same(text):
+    written = encode_json([text])
+    assert all(line.isprintable() for line in written.split("\n"))
+    assert json.loads(written) == [text]
+
+
+@pytest.mark.parametrize("text", [b'"a\xffb"', '"a\udcffb"'])
+def test_json_outside_utf_8_is_a_sentence(text):
+    with pytest.raises(InputError, match=r"^here: is not UTF-8 text; "):
+        decode_json(text, str, where="here")
 
 
 def test_tables_and_verdicts_show_control_characters_and_send_none(tmp_path):
@@ -675,8 +702,8 @@ def test_commands_stand_in_panels_and_no_flag_has_a_metavar():
 
 
 def test_a_plans_directory_is_given_once(tmp_path):
-    for given in ((), (tmp_path / "a", "-o", tmp_path / "b")):
-        result = tccl("plan", *given, "--simulate", "h200x4-vm")
+    for words in ((), (tmp_path / "a", "-o", tmp_path / "b")):
+        result = tccl("plan", *words, "--simulate", "h200x4-vm")
         assert result.exit_code == 2
         assert result.stderr.startswith("tccl: DIR: is ")
     assert not list(tmp_path.iterdir())

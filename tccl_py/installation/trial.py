@@ -13,6 +13,7 @@ from itertools import combinations
 from pathlib import Path
 
 from tccl_py.errors import MeasurementError
+from tccl_py.files import read_text
 from tccl_py.nccl.asked import rank_environment, read_answer, run_questions, verdict_on
 from tccl_py.nccl.communicators import CommunicatorLog, Question
 from tccl_py.nccl.plugin.index import INDEX_VARIABLE, Indexed, read_index
@@ -67,6 +68,6 @@ def complaints(
             yield f"NCCL asks {'the' if gpus not in index.tuned else 'no'} tuner"
     answer = read_answer(question, logs, version)
     if file not in ("", "-"):
-        verdict = verdict_on(answer, (index.folder / file).read_text(), where=file)
+        verdict = verdict_on(answer, read_text(index.folder / file), where=file)
         if verdict.verdict != "used":
             yield verdict.reason

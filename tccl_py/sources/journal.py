@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import shutil
 import stat
 from collections.abc import Mapping, Sequence
@@ -117,24 +118,17 @@ def read_journal_of(header: JournalHeader, path: Path) -> JournalContents:
 
 
 def _header(line: bytes, where: str) -> JournalHeader:
-    header = decode_json(_text(line, where), JournalHeader, where=where)
+    header = decode_json(line, JournalHeader, where=where)
     check_version(header.format_version, JOURNAL_FORMAT, where)
     # Earlier programs wrote no field.
     dry_run = header.dry_run or "host backend" in header.identity
     return msgspec.structs.replace(header, dry_run=dry_run)
 
 
-def _text(line: bytes, where: str) -> str:
-    try:
-        return line.decode()
-    except UnicodeDecodeError as error:
-        raise InputError(where, "is not UTF-8 text", _RIGHT) from error
-
-
 def _measurement(line: bytes, header: JournalHeader, where: str) -> Measurement | None:
     """Decode a line; None for a record of earlier versions that is no measurement."""
     try:
-        measurement = decode_json(_text(line, where), Measurement, where=where)
+        measurement = decode_json(line, Measurement, where=where)
     except NoRateError as error:
         if error.gbps == 0:
             return None
@@ -249,7 +243,8 @@ def _opened(path: Path) -> BufferedWriter:
     if path.is_fifo() or path.is_socket() or path.is_block_device():
         # To open a FIFO would wait for a reader.
         raise InputError(str(path), "is not a regular file", "name a file")
-    file = path.open("ab")
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+    file = os.fdopen(os.open(path, flags, 0o644), "ab")
     try:
         if path.is_file():
             lock(file.fileno(), path)

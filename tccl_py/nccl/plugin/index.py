@@ -44,7 +44,7 @@ import msgspec
 from msgspec import Meta
 
 from tccl_py.errors import require
-from tccl_py.files import check_types
+from tccl_py.files import check_types, read_text
 from tccl_py.nccl.settings import GRAPH_VARIABLE, Settings, environment
 from tccl_py.nccl.versions import version_facts
 
@@ -218,7 +218,7 @@ class Indexed(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_index(path: Path) -> Indexed:
     """Return what an index gives."""
-    text = path.read_text("ascii")
+    text = read_text(path)
     return Indexed(
         folder=path.parent,
         gpus=tuple(map(int, _GPU.findall(text))),
