@@ -6,7 +6,7 @@ from math import inf
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -21,14 +21,14 @@ from tccl_py.nccl.view import view
 from tccl_py.plan.chains import AS_GOOD, CHOICES, FailingPair, Failure, condensed
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.text import summary
-from tccl_py.planning.choices import own_gbps
+from tccl_py.planning.choices import own_gbps, rated_choices
 from tccl_py.planning.planner import make_plan
 from tccl_py.planning.request import Task
 from tccl_py.readers.nccl_topology import read_nccl_topology
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled, model_for
 from tccl_py.simulator.source import Simulator
-from tccl_py.sources.bench import bench_of
+from tccl_py.sources.bench import Bench, bench_of
 from tests.nccl_cases import CASES
 from tests.planned import ASUS, FEW, FOUR_GPUS, PCIE, SMALL, plan_of
 from tests.test_reference_plans import PLANS
@@ -228,3 +228,46 @@ def test_the_json_has_what_scripts_rely_on():
     assert shown["stock"] == shown["choices"]["default"]
     assert shown["choices"]["graph"]["rate_gbps"] == shown["rate_gbps"]
     assert shown["choices"]["graph"]["environment"] == {"NCCL_P2P_LEVEL": "SYS"}
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from((1.0, 1.005, 1.02, 1.06, 1.3)), st.booleans()),
+        min_size=1,
+        max_size=8,
+    ),
+    st.randoms(),
+)
+@settings(max_examples=30, deadline=None)
+def test_the_variables_are_the_fewest_of_those_within_a_percent_of_the_best(rates, chance):
+    model = load_bundled(PCIE)
+    task = Task(
+        machine=model.machine,
+        knowledge=model.knowledge,
+        source=Bench(Simulator(model)),
+        gpus=model.machine.gpu_indices,
+        version="2.30",
+    )
+    default = rated_choices(task, lambda task, default: iter(())).default
+    kinds = [
+        {},
+        {"p2p_level": "SYS"},
+        {"min_channels": 8},
+        {"p2p_level": "SYS", "min_channels": 16},
+        {"p2p_level": "SYS", "min_channels": 32, "buffsize": 131072},
+    ]
+    made = [
+        msgspec.structs.replace(
+            default,
+            settings=msgspec.structs.replace(default.settings, **chance.choice(kinds)),
+            rate_gbps=default.rate_gbps * rate,
+        )
+        for rate, _ in rates
+    ]
+    found = rated_choices(task, lambda task, default: iter(made)).variables
+    tried = [default, *made]
+    most = max(one.rate_gbps for one in tried)
+    near = [one for one in tried if one.rate_gbps * 1.01 >= most]
+    fewest = min(len(environment(one.settings)) for one in near)
+    assert len(environment(found.settings)) == fewest
+    assert found.settings in [one.settings for one in near]

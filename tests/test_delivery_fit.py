@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from itertools import combinations
 from types import SimpleNamespace
 from unittest import mock
 
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
 from tccl_py.delivery.fit import why_not_fit, why_not_with
+from tccl_py.delivery.job import JobRequest, deliver
 from tccl_py.errors import InputError
 from tccl_py.model.machine import Fingerprint
 from tccl_py.nccl.settings import Settings, environment, export_lines
@@ -235,3 +237,14 @@ def test_env_says_in_json_that_it_is_off(measured, monkeypatch):
     assert result.exit_code == 1
     assert told["environment"] == {}
     assert told["off"].startswith("it had 2 NUMA node(s)")
+
+
+@pytest.mark.parametrize("gpus", [*combinations(range(5), 2), (0, 1, 2), (0, 1, 3), (1, 2, 3, 4)])
+def test_a_plan_is_for_jobs_over_its_own_gpus_alone(tmp_path, gpus):
+    plan = plan_of(SMALL, gpus=(0, 1, 2), ring_counts=(1,))
+    write_plan(plan, tmp_path)
+    said = []
+    given = deliver(plan, tmp_path, JobRequest(gpus=gpus), say=said.append)
+    fits = set(gpus) <= {0, 1, 2}
+    assert (given.refused, bool(given.disabled)) == (not fits, not fits), said
+    assert fits or (given.variables == {} and "it is for GPUs 0,1,2" in said[-1])

@@ -11,7 +11,7 @@ from tccl_py.nccl.communicators import parse_log, transport_of
 from tccl_py.nccl.paths import shortest_paths
 from tccl_py.nccl.settings import Settings, settings_from_environment
 from tccl_py.nccl.system import build_system
-from tccl_py.nccl.transport import hop_space, pair_mechanism
+from tccl_py.nccl.transport import final_channels, hop_space, pair_mechanism
 from tccl_py.nccl.view import view
 from tests.nccl_cases import CASES, case_name, machine, stock_choices
 from tests.tccl_databases import free_hop_space
@@ -244,3 +244,55 @@ def test_nvlinks_of_gpus_outside_the_communicator_do_not_count():
     linked: Machine = msgspec.structs.replace(node, nvlinks=links)
     assert shortest_paths(build_system(linked))["G0", "G2"].type.name == "NVB"
     assert shortest_paths(build_system(linked, gpus=[0, 2]))["G0", "G2"].type.name == "PHB"
+
+
+@pytest.mark.parametrize("sms", [(80, 80), (80, 90), (90, 80), (90, 90), (86, 86)])
+@pytest.mark.parametrize("asked", [None, True, False])
+@pytest.mark.parametrize("nvlink", [True, False])
+def test_reads_are_unasked_over_nvlink_between_two_gpus_of_sm_80_alone(sms, asked, nvlink):
+    node = toy_machine(gpus=2, per_switch=2)
+    links = tuple(NvLink(source=a, target=b, count=4) for a, b in permutations(("G0", "G1")))
+    gpus = [msgspec.structs.replace(gpu, sm=sm) for gpu, sm in zip(node.gpus, sms, strict=True)]
+    node = msgspec.structs.replace(node, gpus=tuple(gpus), nvlinks=links if nvlink else ())
+    reads = (nvlink and sms == (80, 80)) if asked is None else asked
+    for engine in (False, True):
+        settings = Settings(version="2.28", p2p_read=asked, p2p_copy_engine=engine)
+        for pair in ((0, 1), (1, 0)):
+            way = pair_mechanism(view(node, Knowledge(), settings), *pair)
+            assert way == ("read" if reads and not engine else "write")
+
+
+@pytest.mark.parametrize("side", ["sender", "receiver"])
+@pytest.mark.parametrize("engines", [None, "sender", "receiver", "both"])
+def test_the_buffer_of_a_bounce_lies_with_the_side_that_settings_name(side, engines):
+    node = toy_machine(gpus=4, numa_nodes=2)
+    settings = Settings(version="2.28", p2p_level="LOC", shm_locality=side, shm_copy_engine=engines)
+    space = hop_space(view(node, Knowledge(), settings))
+    for source, target in permutations(range(4), 2):
+        (hop,) = space.between(source, target)
+        assert hop.flow.through == (source if side == "sender" else target) // 2
+        uses = [part.uses_copy_engine for part in hop.flow.transfers]
+        assert uses == [engines in ("sender", "both"), engines in ("receiver", "both")]
+
+
+@pytest.mark.parametrize("speed", [20.0, 45.0, 45.1, 60.0])
+@pytest.mark.parametrize("nodes", [1, 2, 3])
+@pytest.mark.parametrize("sm", [None, 89, 90, 100])
+@pytest.mark.parametrize("channels", [1, 4, 7, 8, 16, 40])
+def test_channels_double_and_few_quick_ones_between_hosts_once_more(speed, nodes, sm, channels):
+    count = min(2 * channels, 64)
+    if sm in (90, 100) and nodes > 1 and speed > 45 and count < 16:
+        count *= 2
+    for low, high in ((None, None), (20, None), (None, 6), (12, 6), (70, None)):
+        settings = Settings(version="2.28", min_channels=low, max_channels=high)
+        right = min(max(min(count, high or 64), low or 0), 64)
+        found = final_channels(settings, sm=sm, channels=channels, nodes=nodes, speed_intra=speed)
+        assert found == right
+
+
+def test_access_in_one_direction_gives_a_hop_in_that_direction_alone():
+    node, settings = machine("x_fake_nvchain.xml"), Settings()
+    for one, other in ((0, 2), (2, 0)):
+        fact = PeerAccess(source=one, target=other, supported=False, provenance="reported")
+        space = hop_space(view(node, Knowledge(peer_access=(fact,)), settings))
+        assert (space.between(one, other), len(space.between(other, one))) == ((), 1)

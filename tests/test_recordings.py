@@ -331,3 +331,21 @@ def test_the_steady_run_is_found_between_a_warm_up_and_an_end(before, step, time
     assert len(step) % run.period == 0
     assert len(before) <= run.start and run.stop <= len(before) + whole
     assert run.steps * run.period > whole - len(step)
+
+
+def test_a_last_line_without_its_end_does_not_count_wherever_it_is_cut(tmp_path):
+    logs = [RankLog(rank, 2) for rank in range(2)]
+    for log in logs:
+        for count in (7, 1234567):
+            log.call("AllReduce", count, buffer="0x1")
+    whole = {("all_reduce", "float32", 4 * n, (0, 1)): 1.0 for n in (7, 1234567)}
+    assert calls_of(read(logs, tmp_path)) == whole
+    lasts = [log.lines.pop() for log in logs]
+    without = calls_of(read(logs, tmp_path))
+    assert without == {("all_reduce", "float32", 28, (0, 1)): 1.0}
+    for at in range(1, len(lasts[0])):
+        for log, last in zip(logs, lasts, strict=True):
+            log.lines.append(last[:at])
+        assert calls_of(read(logs, tmp_path)) == without
+        for log in logs:
+            log.lines.pop()
