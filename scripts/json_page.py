@@ -88,9 +88,6 @@ class BySize(Keys, kw_only=True):
     algorithm: str
     protocol: str
     channels: int
-    estimated_us: Annotated[
-        float | None, says("the time that NCCL itself expects; null where NCCL itself was asked")
-    ]
 
 
 class Entry(Keys, kw_only=True):

@@ -19,7 +19,14 @@ from tccl_py.plan.chains import SizeAnswer
 from tccl_py.plan.load import check_plan, load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.retuning import retuned
-from tccl_py.plan.size_choices import SIZES, size_choices, size_json, size_notes, size_table
+from tccl_py.plan.size_choices import (
+    SIZES,
+    size_choices,
+    size_json,
+    size_notes,
+    size_table,
+    why_no_sizes,
+)
 from tests.cluster_plans import equal_hosts
 from tests.test_reference_plans import PLANS
 
@@ -33,7 +40,7 @@ def test_rows_are_of_each_collective_and_size_for_default_and_the_recommended_ch
     rows = size_json(plan)
     assert {row["choice"] for row in rows} == {"default", plan.recommended}
     assert len(rows) == 2 * 5 * len(SIZES)
-    keys = {"choice", "collective", "bytes", "algorithm", "protocol", "channels", "estimated_us"}
+    keys = {"choice", "collective", "bytes", "algorithm", "protocol", "channels"}
     assert all(set(row) == keys for row in rows)
 
 
@@ -77,7 +84,7 @@ def test_a_rate_that_nccl_counts_wrongly_is_named_with_what_it_costs_and_the_rem
     assert "; NCCL_P2P_LEVEL=SYS changes that" in note
     (note,) = size_notes(replace(plan, variables=plan.stock))
     assert "tccl verify DIR --tune" in note
-    assert size_notes(replace(plan, stock=replace(plan.stock, rate_gbps=15.0))) == []
+    assert not list(size_notes(replace(plan, stock=replace(plan.stock, rate_gbps=15.0))))
 
 
 def test_where_the_cost_model_has_no_answer_there_are_no_rows_and_it_is_said():
@@ -93,8 +100,8 @@ def test_where_the_cost_model_has_no_answer_there_are_no_rows_and_it_is_said():
     for why, other in unknown.items():
         assert size_choices(other) == {}
         assert list(size_table(other)) == [("collective", "sizes")]
-        (note,) = size_notes(other)
-        assert why in note
+        assert why in why_no_sizes(other)
+        assert not list(size_notes(other))
 
 
 def asked(plan, algorithm="nvls"):
@@ -120,15 +127,15 @@ def test_answers_of_nccl_are_the_table_wherever_it_was_asked():
     header, *rows = size_table(plan)
     assert header == ("collective", "sizes", "default NCCL")
     assert rows[0] == ("broadcast", "4 KiB to 1 GiB", "nvls simple, 16 channels")
-    assert {row["estimated_us"] for row in size_json(plan)} == {None}
-    assert size_notes(plan) == []
+    assert (why_no_sizes(plan), list(size_notes(plan))) == ("", [])
     assert decode_json(encode_json(plan), Plan, where="plan.json") == plan
 
 
 def test_no_reason_is_named_for_choices_that_nccl_did_not_make():
     plan = plan_of("asus-esc8000a-e13p")
-    assert size_notes(asked(plan, "tree")) == []
-    assert size_notes(with_answers(plan, size_choices(plan))) == size_notes(plan) != []
+    assert not list(size_notes(asked(plan, "tree")))
+    notes = list(size_notes(plan))
+    assert list(size_notes(with_answers(plan, size_choices(plan)))) == notes != []
 
 
 def test_answers_under_other_settings_are_no_longer_shown():
@@ -152,7 +159,10 @@ def test_show_and_advise_have_the_table(tmp_path):
     path.write_text(encode_json(plan))
     shown = CliRunner().invoke(app, ["show", str(tmp_path), "--json"])
     assert json.loads(shown.stdout)["by_size"] == size_json(plan)
-    text = CliRunner().invoke(app, ["show", str(tmp_path)]).stdout
-    assert "all_reduce" in text
+    usual = CliRunner().invoke(app, ["show", str(tmp_path)]).stdout
+    assert "all_reduce" not in usual and "256 KiB of all-reduce take" in usual
+    text = CliRunner().invoke(app, ["show", str(tmp_path), "--sizes"]).stdout
+    assert all(name in text for name in ("all_reduce", "ring simple", "broadcast"))
+    assert " us" not in text
     advice = json.loads(CliRunner().invoke(app, ["advise", "amd-v100", "--json"]).stdout)
     assert advice["by_size"] == size_json(plan)

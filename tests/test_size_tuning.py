@@ -551,7 +551,7 @@ def test_the_report_draws_latency_and_bandwidth_by_size_and_show_lists_the_entri
     assert all(math.isfinite(float(x)) for line in lines for x in re.findall(r"[0-9.]+", line))
     bands = [found for found in page.all("path") if "band tuned" in found.get("class", "")]
     assert bands
-    shown = CliRunner().invoke(app, ["show", str(tmp_path)], env={"COLUMNS": "200"})
+    shown = CliRunner().invoke(app, ["show", "--sizes", str(tmp_path)], env={"COLUMNS": "200"})
     assert "ring ll 2" in shown.stdout
     found = json.loads(CliRunner().invoke(app, ["show", str(tmp_path), "--json"]).stdout)
     (entry,) = found["tunings"][0]["entries"]

@@ -47,6 +47,7 @@ def show(
     *,
     hops: bool = flag("--hops", "List every hop with its rate."),
     sets: bool = flag("--sets", "List what communicators get by the plugin."),
+    sizes: bool = flag("--sizes", "List algorithm, protocol and channels by message size."),
     why: bool = flag("--why", "Say which transfers slow each other down."),
     max_sets: int | None = advanced("N", "With --why: sets to measure at most."),
     max_causes: int | None = advanced("N", "With --why: slow sets to find at most."),
@@ -54,8 +55,7 @@ def show(
 ) -> None:
     """Show a plan: rings, rates, the slowest hop, the bound, settings, and default NCCL.
 
-    Also NCCL's choices by message size. A cluster's plan has the order of hosts, and the paths of
-    rings from NIC to NIC.
+    A cluster's plan has the order of hosts, and the paths of rings from NIC to NIC.
 
     --why measures on the plan's hosts, or asks a simulated plan's model, and writes
     DIR/explanation.json.
@@ -70,7 +70,8 @@ def show(
     """
     if not why:
         refuse({"--max-sets": max_sets, "--max-causes": max_causes}, _WITHOUT_WHY)
-    refuse({"--hops": hops and (why or other), "--sets": sets and (why or other)}, _ALONE)
+    for name, given in {"--hops": hops, "--sets": sets, "--sizes": sizes}.items():
+        refuse({name: given and (why or other)}, _ALONE)
     if other is not None:
         refuse({"--why": why}, _ALONE)
         _show_differences(directory, other, json=json)
@@ -83,6 +84,8 @@ def show(
         print_plan_json(plan, directory)
         return
     _show_plan(plan, directory)
+    if sizes:
+        _show_sizes(plan, directory)
     if hops:
         print_table(results(), _hop_table(plan))
     if sets:
@@ -92,15 +95,26 @@ def show(
             results().print("sets: none has a graph file of its own; see the line plugin above")
 
 
-def _show_plan(plan: Plan, directory: Path) -> None:
-    from tccl_py.experiments.record import Verification  # noqa: PLC0415
+def _show_sizes(plan: Plan, directory: Path) -> None:
     from tccl_py.experiments.sizes import load_sizes  # noqa: PLC0415
     from tccl_py.plan.size_choices import (  # noqa: PLC0415 (not for a plan)
         size_basis,
-        size_notes,
         size_table,
+        why_no_sizes,
     )
     from tccl_py.report.sizes import entry_lines  # noqa: PLC0415
+
+    console = results()
+    if why := why_no_sizes(plan):
+        console.print(f"NCCL's choices by message size are not known {why}")
+    print_table(console, size_table(plan), title=f"by message size, {size_basis(plan)}")
+    title = "by the tuner, from `tccl verify --tune`"
+    print_table(console, entry_lines(load_sizes(directory)), title=title)
+
+
+def _show_plan(plan: Plan, directory: Path) -> None:
+    from tccl_py.experiments.record import Verification  # noqa: PLC0415
+    from tccl_py.plan.size_choices import size_notes  # noqa: PLC0415 (not for a plan)
     from tccl_py.report.verification import trade_off_lines  # noqa: PLC0415
 
     console = results()
@@ -119,12 +133,8 @@ def _show_plan(plan: Plan, directory: Path) -> None:
                 console.print(f"note: by jobs, {text}")
             for text in trade_off_lines(verified):
                 console.print(f"note: {text}")
-    title = f"choices by message size, {size_basis(plan)} (--json has all collectives)"
-    print_table(console, list(size_table(plan, ("all_reduce",))), title=title)
     for text in size_notes(plan):
         console.print(f"note: {text}")
-    title = "algorithm, protocol and channels by message size"
-    print_table(console, entry_lines(load_sizes(directory)), title=title)
 
 
 def print_plan_json(plan: Plan, directory: Path, workload: Communication | None = None) -> None:

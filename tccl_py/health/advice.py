@@ -18,7 +18,7 @@ from tccl_py.nccl.transport import TRANSPORTS, pair_mechanism
 from tccl_py.nccl.versions import unchecked
 from tccl_py.nccl.view import view
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.size_choices import size_basis, size_json, size_lines, size_notes
+from tccl_py.plan.size_choices import size_json, size_notes
 from tccl_py.plan.text import assumptions, unrated_text
 from tccl_py.planning.opening import Subject
 from tccl_py.planning.request import DEFAULT_BUDGET, PlanRequest
@@ -34,8 +34,7 @@ _PLAN_FIRST = "tccl plan my-plan && tccl verify my-plan"
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
     """The answer; rates are GB/s, `gain` is relative to default NCCL, None where not known.
 
-    `by_size` are NCCL's choices by message size, `sizes` those for all-reduce in a line for each of
-    the plan's choices, and `poor` what is to be known of them.
+    `by_size` are NCCL's choices by message size, and `poor` says why some of them are poor.
     """
 
     machine: str
@@ -49,8 +48,6 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     bound_gbps: float | None
     simulated: bool
     sure: str
-    sizes: dict[str, str]
-    size_basis: str
     by_size: tuple[dict[str, Any], ...]
     poor: tuple[str, ...]
     assumptions: tuple[str, ...]
@@ -63,14 +60,9 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
         """Yield a name and a text for each line."""
         yield "Machine", self.machine
         yield "NCCL now", self.default
-        default = self.sizes.get("default", "")
-        if default:
-            yield "Sizes now", f"all-reduce {self.size_basis}: {default}"
         for text in self.poor:
             yield "Note", text
         yield "Try first", self.advice
-        if (chosen_sizes := self.sizes.get(self.recommended, default)) != default:
-            yield "Then", f"all-reduce {self.size_basis}: {chosen_sizes}"
         if self.gain is not None and self.rate_gbps is not None and self.gain != 1:
             rates = f"{self.rate_gbps:.1f} in place of {self.default_gbps or 0:.1f} GB/s"
             yield "Gain", f"{self.gain:.2f}x: {rates}"
@@ -108,8 +100,6 @@ def advice_by(plan: Plan, subject: Subject, diagnosis: Diagnosis | None = None) 
         bound_gbps=plan.bound_gbps,
         simulated=plan.simulated,
         sure=_sure(plan, subject),
-        sizes=size_lines(plan),
-        size_basis=size_basis(plan),
         by_size=tuple(size_json(plan)),
         poor=tuple(size_notes(plan)),
         assumptions=(*assumptions(plan), *filter(None, [unchecked(plan.settings.version)])),

@@ -83,7 +83,7 @@ class CostModel:
 
     def choice(self, collective: TunedCollective, size: int) -> SizeChoice:
         """Return the choice for a message, whose bytes count as those of a tuner's table."""
-        (algorithm, protocol), expected = next(iter(self.times(collective, size).items()))
+        algorithm, protocol = next(iter(self.times(collective, size)))
         most = self.most_channels(algorithm, protocol, size)
         return SizeChoice(
             collective=collective,
@@ -91,7 +91,6 @@ class CostModel:
             algorithm=algorithm,
             protocol=protocol,
             channels=self._busy(collective, protocol, size, most),
-            estimated_us=expected,
         )
 
     def times(self, collective: TunedCollective, size: int) -> dict[Kind, float]:

@@ -66,14 +66,13 @@ def channels_kept_busy(
 
 
 class SizeChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """NCCL's choice for a collective of so many bytes; the time is that of the cost model."""
+    """NCCL's choice for a collective of so many bytes."""
 
     collective: TunedCollective
     bytes: _Bytes
     algorithm: Algorithm | OtherAlgorithm
     protocol: Protocol
     channels: _Channels
-    estimated_us: float | None = None
 
 
 class TunerEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

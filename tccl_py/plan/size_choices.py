@@ -40,9 +40,8 @@ def size_choices(plan: Plan) -> dict[ChoiceName, list[SizeChoice]]:
     """Return NCCL's choices for each collective and size; {} where they are not known."""
     if _was_asked(plan):
         return {name: list(plan.sizes[name].rows) for name in compared_choices(plan)}
-    models = (
-        {} if _why_none(plan) else {name: size_model(plan, name) for name in compared_choices(plan)}
-    )
+    names = () if _why_none(plan) else compared_choices(plan)
+    models = {name: size_model(plan, name) for name in names}
     return {
         name: [model.choice(collective, size) for collective in COLLECTIVES for size in SIZES]
         for name, model in models.items()
@@ -67,7 +66,7 @@ def compared_choices(plan: Plan) -> list[ChoiceName]:
 
 def size_json(plan: Plan) -> list[dict[str, Any]]:
     """Return the rows of `by_size` of `--json`."""
-    keys = ("collective", "bytes", "algorithm", "protocol", "channels", "estimated_us")
+    keys = ("collective", "bytes", "algorithm", "protocol", "channels")
     return [
         {"choice": name, **picked(row, *keys)}
         for name, rows in size_choices(plan).items()
@@ -75,25 +74,14 @@ def size_json(plan: Plan) -> list[dict[str, Any]]:
     ]
 
 
-def size_table(plan: Plan, collectives: Sequence[str] = COLLECTIVES) -> Iterator[Cells]:
+def size_table(plan: Plan) -> Iterator[Cells]:
     """Yield the headers and cells of a table, with a row for sizes of equal choices."""
     choices = size_choices(plan)
     yield "collective", "sizes", *(CHOICE_WORDS[name] for name in choices)
-    rows = [row for row in zip(*choices.values(), strict=True) if row[0].collective in collectives]
-    for (collective, *_), group in groupby(rows, key=_kinds):
+    for (collective, *_), group in groupby(zip(*choices.values(), strict=True), key=_kinds):
         equal = list(group)
         cells = map(_words, zip(*equal, strict=True))
         yield collective, _span(size_text(row[0].bytes) for row in equal), *cells
-
-
-def size_lines(plan: Plan) -> dict[str, str]:
-    """Return NCCL's choices for all-reduce in a line each; {} where they are not known."""
-    lines: dict[str, str] = {}
-    for name, choices in size_choices(plan).items():
-        rows = [row for row in choices if row.collective == "all_reduce"]
-        parts = [list(group) for _, group in groupby(rows, key=lambda row: _kinds([row]))]
-        lines[name] = "; ".join(f"from {size_text(part[0].bytes)} {_words(part)}" for part in parts)
-    return lines
 
 
 def _kinds(rows: Sequence[SizeChoice]) -> tuple[str, ...]:
@@ -104,9 +92,7 @@ def _words(rows: Sequence[SizeChoice]) -> str:
     first = rows[0]
     channels = _span(str(row.channels) for row in rows)
     noun = "channel" if channels == "1" else "channels"
-    words = f"{first.algorithm} {first.protocol}, {channels} {noun}"
-    times = [f"{row.estimated_us:.0f}" for row in rows if row.estimated_us is not None]
-    return f"{words}, {_span(times)} us" if times else words
+    return f"{first.algorithm} {first.protocol}, {channels} {noun}"
 
 
 def _span(values: Iterable[str]) -> str:
@@ -114,13 +100,12 @@ def _span(values: Iterable[str]) -> str:
     return f"{first} to {further[-1]}" if further else first
 
 
-def size_notes(plan: Plan) -> list[str]:
-    """Return why there is no table, or why default NCCL's choices are poor."""
-    why = "" if _was_asked(plan) else _why_none(plan)
-    return [f"NCCL's choices by message size are not known {why}"] if why else list(_poor(plan))
+def why_no_sizes(plan: Plan) -> str:
+    """Return why NCCL's choices are not known, as the end of a sentence; "" if they are."""
+    return "" if _was_asked(plan) else _why_none(plan)
 
 
-def _poor(plan: Plan) -> Iterator[str]:
+def size_notes(plan: Plan) -> Iterator[str]:
     """Yield why default NCCL's choices are poor, and the variable that changes it."""
     if _why_none(plan) or "default" not in compared_choices(plan):
         return

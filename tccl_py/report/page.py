@@ -21,7 +21,7 @@ from tccl_py.model.measurement import IN_DRY_RUN
 from tccl_py.nccl.settings import env_sh, environment
 from tccl_py.plan.chains import ChoiceName
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.size_choices import size_basis, size_notes, size_table
+from tccl_py.plan.size_choices import size_notes
 from tccl_py.plan.text import (
     CHOICE_WORDS,
     assumptions,
@@ -77,9 +77,7 @@ def report_html(contents: Contents) -> str:
             stand_ins=has_stand_ins(plan),
             kinds=drawn_kinds([ring for node in nodes for ring in node.rings]),
             rates=rate_bars(plan, verified.achieved if verified else {}),
-            sizes=list(size_table(plan)),
-            size_basis=size_basis(plan),
-            size_notes=size_notes(plan),
+            size_notes=list(size_notes(plan)),
             charts=list(size_charts(contents.sizes)),
             verified_charts=list(arm_charts(verified)) if verified else [],
             entries=entry_lines(contents.sizes),
