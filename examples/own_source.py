@@ -20,6 +20,7 @@ class Table:
     """A source of rates by a rule."""
 
     simulated = True
+    noise = 0.0  # of a single sample, relative; samples that vary prove no more than they repeat
 
     def measure(self, sets: Sequence[tccl_py.TransferSet]) -> list[tccl_py.Measurement]:
         """Answer each set, in the order given: a list of samples for each of its flows."""

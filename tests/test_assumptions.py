@@ -1,8 +1,12 @@
 """What a bound rests on is checked or stated: sources that break it get no false proof."""
 
+import random
+
 import msgspec
 import pytest
 
+from tccl_py.errors import InputError
+from tccl_py.model.measurement import Measurement
 from tccl_py.plan.text import plan_json, proof
 from tccl_py.planning.planner import make_plan
 from tccl_py.search.strategies import find_rings
@@ -66,6 +70,46 @@ def test_measured_rings_are_best_found_and_say_what_the_bound_assumes():
 def test_a_measured_plan_of_few_rings_is_proven_without_an_assumption():
     plan = measured_plan(SMALL)
     assert (plan.proven, plan.bound_assumptions) == (True, ())
+
+
+class SingleSamples:
+    """Rings of which one is 3 % faster than all others, by one sample with an error of 2 %."""
+
+    simulated = False
+
+    def __init__(self, seed, **stated):
+        self.random = random.Random(seed)
+        vars(self).update(stated)
+
+    def measure(self, sets):
+        rates = [self.true_rate(one) * self.random.gauss(1, 0.02) for one in sets]
+        return [
+            Measurement(transfers=one, samples_gbps=((rate,),) * len(one), simulated=False)
+            for one, rate in zip(sets, rates, strict=True)
+        ]
+
+    def true_rate(self, transfers):
+        fast = {"G0->G0->G2", "G2->G2->G1", "G1->G1->G3", "G3->G3->G0"}
+        return 10.3 if {str(flow) for flow in transfers.flows} == fast else 10.0
+
+
+def test_single_samples_prove_nothing_better_than_the_noise_that_their_source_states():
+    for seed in range(60):
+        source = SingleSamples(seed, noise=0.02)
+        result = find_rings(problem_for(source, 4))
+        best = source.true_rate(result.rings.flows) == 10.3
+        assert best or not result.proven, seed
+
+
+def test_single_samples_of_unknown_noise_are_assumed_to_be_exact():
+    result = find_rings(problem_for(SingleSamples(0), 4))
+    assert not result.proven
+    assert "single samples are exact" in result.assumptions[0]
+
+
+def test_a_source_with_a_noise_that_is_none_is_told():
+    with pytest.raises(InputError, match="`noise` 'low'; give 0"):
+        find_rings(problem_for(SingleSamples(0, noise="low"), 4))
 
 
 def test_the_only_ring_is_proven_without_an_assumption():

@@ -33,9 +33,10 @@ by_bounds = mock.patch("tccl_py.search.strategies.FEW_RING_SETS", 0)
 
 
 class Measured:
-    """The rates of a model, as if they were measured."""
+    """The rates of a model, as if they were measured, and exactly."""
 
     simulated = False
+    noise = 0.0
 
     def __init__(self, source):
         self._source = source

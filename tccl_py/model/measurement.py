@@ -214,7 +214,11 @@ def _changed(where: str, now_is: str, before: str) -> InputError:
 
 @runtime_checkable
 class BandwidthSource(Protocol):
-    """A source of measurements: the profiler, the simulator, a journal."""
+    """A source of measurements: the profiler, the simulator, a journal.
+
+    A source of single samples may state their relative standard deviation, as `noise`: without it
+    a search assumes that they are exact, and proves nothing.
+    """
 
     @property
     def simulated(self) -> bool:
@@ -267,6 +271,9 @@ def check_source(source: BandwidthSource) -> None:
         require(hasattr(source, name), "the source", f"is a {kind} without `{name}`", right)
     is_bool = isinstance(source.simulated, bool)
     require(is_bool, "the source", f"is a {kind} whose `simulated` is not True or False", right)
+    noise = getattr(source, "noise", None)
+    good = noise is None or (isinstance(noise, (int, float)) and 0 <= noise < math.inf)
+    require(good, "the source", f"is a {kind} with `noise` {noise!r}"[:80], "give 0.01 for 1 %")
 
 
 def answer_fault(answers: object, transfers: TransferSet, *, simulated: bool) -> str:

@@ -38,7 +38,8 @@ class Evaluator:
 
     `noise` is the relative standard deviation of a measurement that does not state its own;
     `measured` is called after each measurement. `bounds_hold` tells that the source's rates are
-    such that bounds from parts and from images need no assumption.
+    such that bounds from parts and from images need no assumption; `taken_as_exact` that there are
+    single samples whose error nobody states.
     """
 
     def __init__(
@@ -50,11 +51,12 @@ class Evaluator:
         measured: Callable[[], None] = lambda: None,
     ) -> None:
         self._bench, self._noise, self._measured = bench_of(source), noise, measured
+        self._noise_of_one = noise or self._bench.noise
         self._by_text: dict[str, Measurement] = {}
         self.allowance = Allowance(budget.sets, budget.seconds)
         self.sets_by_symmetry = 0
         self.bounds_hold = self._bench.bounds_hold
-        self.assumed = False
+        self.assumed = self.taken_as_exact = False
         self._remembered_before = self._bench.sets_remembered
 
     @property
@@ -80,8 +82,9 @@ class Evaluator:
         return measurement.rate_gbps * (1 + SAFETY * self.relative_error(measurement))
 
     def relative_error(self, measurement: Measurement) -> float:
-        """Return a rate's relative standard error: its own, or the noise the problem states."""
-        return max(measurement.relative_error, self._noise)
+        """Return a rate's relative standard error: its own, or what problem or source state."""
+        stated = self._noise if _is_repeated(measurement) else self._noise_of_one or 0.0
+        return max(measurement.relative_error, stated)
 
     def measurement(self, index: HopIndex, hops: Sequence[int]) -> Measurement:
         """Return the measurement of the smallest symmetric image of `hops`."""
@@ -99,6 +102,8 @@ class Evaluator:
             self._by_text[key] = measurement
             self.allowance.spend()
             self.assumed |= measurement.assumed
+            is_stated = self._noise_of_one is not None or measurement.assumed
+            self.taken_as_exact |= not is_stated and not _is_repeated(measurement)
             self._measured()
         return self._by_text[key]
 
@@ -113,6 +118,10 @@ class Evaluator:
         rates = [self._bench.sample(transfers, number).rate_gbps for number in numbers]
         self.allowance.spend(len(numbers))
         return rates
+
+
+def _is_repeated(measurement: Measurement) -> bool:
+    return len(measurement.samples_gbps[0]) > 1
 
 
 # The symmetry check: symmetries are spot-checked by measurements before they are used.

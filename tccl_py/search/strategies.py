@@ -48,6 +48,7 @@ CONFIRMATIONS = 4
 """Fresh measurements of a finalist in each round; each round the better half stays."""
 MONOTONE = "for the bound, adding a transfer never speeds up another"
 LESS_SYMMETRIC = "the machine is less symmetric than described; searched again"
+EXACT = "for the bound, single samples are exact: the source states no `noise`"
 SYMMETRIC = "for the bound, sets that the machine's symmetry exchanges are equally fast"
 
 
@@ -206,14 +207,15 @@ def _result(run: Run, *, cancelled: bool) -> SearchResult:
     assert best is not None
     known = set(run.bounds) == set(run.problem.spaces) and np.isfinite(run.bound_gbps)
     bound = run.bound_gbps if known else None
+    assumptions = (*run.assumptions, *(EXACT,) * run.evaluator.taken_as_exact)
     close = bound is not None and bound <= best.score * (1 + run.problem.tolerance) * (1 + 1e-9)
     return SearchResult(
         strategy=run.strategy,
         rings=best.rings,
         rate_gbps=best.score,
         bound_gbps=bound,
-        proven=close and not run.assumptions,
-        assumptions=run.assumptions if known else (),
+        proven=close and not assumptions,
+        assumptions=assumptions if known else (),
         sets_measured=run.evaluator.sets_measured - run.evaluator.sets_remembered,
         sets_remembered=run.evaluator.sets_remembered,
         sets_by_symmetry=run.evaluator.sets_by_symmetry,

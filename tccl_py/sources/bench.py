@@ -187,6 +187,12 @@ class Bench:
         return bool(self._of_source("bounds_hold", False))
 
     @property
+    def noise(self) -> float | None:
+        """The relative standard deviation of a single sample, as the source states it."""
+        noise: float | None = self._of_source("noise", None)
+        return noise
+
+    @property
     def model(self) -> MachineModel | None:
         """The model that the source simulates; None of hardware."""
         model = self._of_source("model", None)
