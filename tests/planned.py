@@ -18,7 +18,7 @@ PCIE = "amd-3090"
 FOUR_GPUS = (PCIE, "amd-v100", SMALL, "intel-v100")
 ASUS = "asus-esc8000a-e13p"
 WRX = "wrx90-16gpu-4switch"
-FEW = Budget(sets=1200, idle_sets=20)
+FEW = Budget(sets=1400, idle_sets=20)
 WRX_BUDGET = Budget(sets=40, idle_sets=5)
 """A whole plan of 16 GPUs takes half a minute; a small one shows the same things."""
 
