@@ -42,6 +42,28 @@ def test_the_interval_holds_the_median_as_often_as_it_says(name, repeats):
     assert np.mean([found.low <= median <= found.high for found in intervals]) >= 0.94
 
 
+@pytest.mark.parametrize(("limit", "stated"), [(30, 0.92), (10, 0.94)])
+def test_stopping_at_a_narrow_interval_leaves_the_coverage_that_the_method_states(limit, stated):
+    draws = {
+        "normal": (lambda g, size: g.normal(0.0, 1.0, size), 0.0),
+        "skewed": (lambda g, size: -g.exponential(1.0, size), -math.log(2)),
+        "heavy-tailed": (lambda g, size: g.standard_t(3, size), 0.0),
+    }
+    rule, covered = Stopping(limit=limit), []
+    for draw, median in draws.values():
+        for deviation in (0.005, 0.01, 0.02):
+            rows = 1 + deviation * draw(np.random.default_rng(0), (2000, limit))
+            found = []
+            for row in rows.tolist():
+                count = rule.minimum
+                while not rule.enough([row[:count]]):
+                    count = min(count + 4, limit)
+                found.append(median_interval(row[:count]))
+            truth = 1 + deviation * median
+            covered.append(np.mean([one.low <= truth <= one.high for one in found]))
+    assert min(covered) == pytest.approx(stated, abs=0.01)
+
+
 @given(MANY)
 def test_the_interval_lies_around_the_median_and_within_the_samples(samples):
     found = median_interval(samples)
