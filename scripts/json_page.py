@@ -318,6 +318,7 @@ class Verify(Keys, kw_only=True):
     devices: Annotated[list[str], says("names in rank order")]
     versions: dict[str, str]
     notices: list[str]
+    default_fails: Annotated[str, says("why a job of default NCCL failed")]
     tunings: list[Tuning]
 
 

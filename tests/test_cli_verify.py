@@ -28,7 +28,7 @@ NAME = "intel-v100"
 KEYS = [
     "machine", "accepted", "winner", "recommended", "chosen", "arms", "workload", "trade_offs",
     "simulated", "dry_run", "tried", "rounds", "seconds", "hosts", "backend", "collective",
-    "devices", "versions", "notices", "tunings",
+    "devices", "versions", "notices", "default_fails", "tunings",
 ]  # fmt: skip
 ARM_KEYS = [
     "name", "accepted", "objections", "gbps", "ratio", "low", "high", "predicted_gbps",

@@ -21,6 +21,7 @@ from tccl_py.experiments.jobs import (
     rank_environment,
     round_order,
 )
+from tccl_py.experiments.plans import run
 from tccl_py.experiments.record import Verification, why_not_verified
 from tccl_py.experiments.rounds import Rounds, RunBudget
 from tccl_py.experiments.spec import JobResult, WrongValue
@@ -31,6 +32,7 @@ from tccl_py.experiments.verify import Judge, verify_target
 from tccl_py.files import decode_json, encode_json
 from tccl_py.nccl.settings import Settings
 from tccl_py.plan.directory import write_plan
+from tccl_py.plan.load import load_plan
 from tccl_py.report.verification import facts_of, headline, trade_off_lines
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.statistics import sign_flip_p
@@ -818,3 +820,52 @@ def test_another_order_of_gpus_is_named_by_its_channel(plan):
     twelve = changed(plan, rings=(ring,), settings=changed(plan.settings, channels=12))
     found = rings_in_log(twelve, {}, "\n".join(lines), {})
     assert found.differences[0] == "channel 5 is 0 2 1 3, planned was 0 1 2 3"
+
+
+HUNG = "rank 0 did not end within 180 s"
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_where_default_nccl_fails_a_job_without_p2p_is_the_baseline(plan, place, wrong):
+    class WithoutP2p(FakeJobs):
+        def _is_wrong(self, spec, environment, rank):
+            return wrong and spec.checks and "NCCL_P2P_DISABLE" not in environment
+
+    def fails(environment):
+        return "" if wrong or environment.get("NCCL_P2P_DISABLE") == "1" else HUNG
+
+    value = WrongValue(case="all_reduce float32 1", rank=0, what="a sum of 3 instead of 4")
+    jobs = WithoutP2p(by_plan(lambda _: 1.0), fails=fails, wrong=(value,))
+    said = []
+    launcher = dry_run(plan, jobs, backend="cuda", say=said.append)
+    assert plan.recommended == "default"
+    found = run(read_target(plan, place), launcher, RunBudget(sizes=(4096,)))
+    why = "a sum of 3 instead of 4" if wrong else HUNG
+    assert why in found.default_fails
+    assert any(text.startswith("default NCCL fails") for text in said)
+    # Its job is the answer to a plan that recommends it.
+    assert not found.accepted
+    assert f"default NCCL fails: {found.default_fails}" in facts_of(found)
+    assert found.arms[0].environment["NCCL_P2P_DISABLE"] == "1"
+    # The plan says so from now on, and is verified.
+    known = load_plan(place)
+    assert known.stock.fails
+    assert known.choices[known.recommended].environment == {"NCCL_P2P_DISABLE": "1"}
+    assert (known.choices[known.recommended].achieved_gbps is None) == (not wrong)
+    assert known.stock.achieved_gbps is None
+    assert known.running == ["large-buffers"]
+    assert why_not_verified(place) == ""
+    # The next one begins with the baseline.
+    del said[:]
+    again = run(read_target(known, place), launcher, RunBudget(sizes=(4096,)))
+    assert again.accepted
+    assert again.default_fails == ""
+    assert said[0].endswith("compared with NCCL_P2P_DISABLE=1 in its place")
+    assert why_not_verified(place) == ""
+
+
+def test_a_failure_that_has_nothing_to_do_with_p2p_ends_a_verification(plan, boxed, place, box):
+    jobs = FakeJobs(by_plan(lambda _: 1.0), fails=lambda _: "no room")
+    for one, where in ((plan, place), (boxed, box)):
+        with pytest.raises(MeasurementError, match="no room"):
+            run(read_target(one, where), dry_run(one, jobs, backend="cuda"), RunBudget())

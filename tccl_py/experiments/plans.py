@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain, product
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from tccl_py.delivery.fit import check_same_machine, why_not_of_class, why_not_w
 from tccl_py.errors import (
     CTRL_C_AND_SIGTERM,
     InputError,
+    MeasurementError,
     TcclError,
     Terminated,
     interrupts_put_off,
@@ -32,14 +33,14 @@ from tccl_py.experiments.target import Target, read_target
 from tccl_py.experiments.tuning import COMPARISON_SECONDS, SWEEP_SECONDS, run_tuning
 from tccl_py.experiments.verify import Interrupted, verify_target
 from tccl_py.files import SPACE
-from tccl_py.nccl.settings import environment
+from tccl_py.nccl.settings import environment, shell_text
 from tccl_py.nccl.variables import HOST_VARIABLES
 from tccl_py.nccl_conf import HOST_FILE, why_no_default
 from tccl_py.plan.directory import files_of
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import check_files
-from tccl_py.plan.text import CHOICE_WORDS, choice_words, plan_name
+from tccl_py.plan.text import CHOICE_WORDS, choice_words, plan_name, why_not_default
 from tccl_py.rank_processes.forkserver import ForkServer
 from tccl_py.readers.live import driver_version
 from tccl_py.sources.hosts import rank_jobs
@@ -163,7 +164,7 @@ def run(
     known = Communications.load(plan.directory)
     with interrupts_put_off(CTRL_C_AND_SIGTERM):
         try:
-            result = verify_target(plan, launcher, first, interrupted=interrupted)
+            plan, result = _compared(plan, launcher, first, interrupted)
             tuned = plan
             if tune:
                 _noticed(plan, launcher, result).keep(plan.directory)
@@ -199,6 +200,38 @@ def run(
     return saved
 
 
+def _compared(
+    plan: Target, launcher: Launcher, budget: RunBudget, interrupted: Interrupted
+) -> tuple[Target, Verification]:
+    """Compare a plan's choices; where default NCCL fails, with a job without P2P in its place.
+
+    Return the plan as it is known then. Raises MeasurementError: a job of default NCCL failed, and
+    none without P2P ends well.
+    """
+    failed: MeasurementError | None = None
+    if plan.plan.stock.fails:
+        text = shell_text(plan.arms[0].variables)
+        launcher.say(f"{why_not_default(plan.plan)}; compared with {text} in its place")
+    try:
+        result = verify_target(plan, launcher, budget, interrupted=interrupted)
+        wrong = result.arms[0].wrong
+        why = f"{len(wrong)} values are wrong, as {wrong[0].what}" if wrong else ""
+    except MeasurementError as error:
+        why, failed = str(error), error
+    known = plan.without_p2p(why) if why and launcher.backend == "cuda" else None
+    if known is not None:
+        launcher.say(f"default NCCL fails: {why}; compared with NCCL_P2P_DISABLE=1 in its place")
+        with suppress(MeasurementError):
+            sound = verify_target(known, launcher, budget, interrupted=interrupted)
+            named = plan.plan.recommended
+            chosen = known.arm(named).name if budget.only is None else sound.chosen
+            sound = replace(sound, recommended=named, chosen=chosen, default_fails=why)
+            return known, sound
+    if failed is not None:
+        raise failed
+    return plan, result
+
+
 def _check_dry_tuning(target: Target) -> None:
     """Check that tuning in host memory, which rewrites a plan, replaces nothing of GPUs."""
     is_measured = not (target.plan.simulated or target.plan.dry_run)
@@ -232,11 +265,12 @@ def _kept(
     """
     winner = replace(result, recommended=result.winner, chosen=result.winner)
     settled = plan.settled(winner)
-    same = settled.plan.recommended == plan.plan.recommended
-    if result.accepted or result.dry_run or same:
+    same = settled.plan.recommended == plan.plan.recommended and not result.default_fails
+    if (result.accepted and not result.default_fails) or result.dry_run or same:
         return result.keep(plan.directory, say)
+    winner = replace(winner, recommended=settled.plan.recommended)
     settled.write()
-    say(f"the plan recommends {choice_words(winner.chosen, winner.judged.settings)} now")
+    say(f"the plan recommends {choice_words(winner.recommended, winner.judged.settings)} now")
     if known is not None:
         known.keep(plan.directory)
     kept = winner.keep(plan.directory, say)

@@ -133,7 +133,8 @@ class Verification(Kept, frozen=True, kw_only=True):
     row, rank and batch. `at_once` jobs ran at the same time, interleaved. Of several hosts,
     `hosts` are names in rank order, `gpus` is empty, and rings have ranks. Where `jobs_ran` for the
     plan before, predictions are these jobs' bandwidths; those of a `dry_plan` are of host memory.
-    `workload` is a job's communication, if one was given.
+    `workload` is a job's communication, if one was given. `default_fails` says why a job of default
+    NCCL failed: the baseline has NCCL_P2P_DISABLE=1 then.
     """
 
     FILE = "verify.json"
@@ -161,6 +162,7 @@ class Verification(Kept, frozen=True, kw_only=True):
     dry_plan: bool = False
     tried: tuple[Tried, ...] = ()
     notices: tuple[str, ...] = ()
+    default_fails: str = ""
     format_version: int = 3
 
     def fault(self) -> str:
@@ -232,8 +234,12 @@ class Verification(Kept, frozen=True, kw_only=True):
         """
         arm = next(arm for arm in self.arms if arm.name == name)
         against = list(self.objections(arm))
-        spoilt = [each for each in self.arms if each.wrong and each is not arm]
+        # Where P2P fails default NCCL, wrong values over it say nothing of jobs without.
+        others = () if self.default_fails else self.arms
+        spoilt = [each for each in others if each.wrong and each is not arm]
         against += [f"values of {CHOICE_WORDS[each.name]} are wrong" for each in spoilt]
+        if self.default_fails and self.recommended == name == "default":
+            against.append(f"default NCCL fails: {self.default_fails}")
         if not against and name not in good_choices(self.arms):
             against.append(WINS[self.winner])
         return "; ".join(against)
@@ -299,7 +305,8 @@ def why_not_verified(directory: Path) -> str:
         return "was planned again after it was verified"
     if result.backend != "cuda":
         return "was verified without GPUs"
-    arm = result.arm(result.recommended)
+    # A choice that sets the same as the baseline has no arm of its own.
+    arm = result.judged if result.chosen == "default" else result.arm(result.recommended)
     if arm is None:
         return f"was verified for the choice {result.chosen} alone"
     known = arm.name == "default" or any(row.harm for row in arm.transfers)

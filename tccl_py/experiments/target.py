@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, pairwise
 from pathlib import Path
@@ -29,7 +29,15 @@ from tccl_py.nccl.settings import (
 )
 from tccl_py.nccl.transport import SIZE_STAGE, candidates, final_channels, pair_mechanism, values_of
 from tccl_py.nccl.validator import NodeJob, Verdict, validate_cluster
-from tccl_py.plan.chains import ChoiceName, Order, PlanChain, as_good, per_channel
+from tccl_py.plan.chains import (
+    ChoiceName,
+    Failure,
+    Order,
+    PlanChain,
+    PlanChoice,
+    as_good,
+    per_channel,
+)
 from tccl_py.plan.directory import (
     GRAPH_FILE,
     class_view,
@@ -83,16 +91,19 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def _arm_of_choice(self) -> Mapping[ChoiceName, Arm]:
         """Return the arm of each choice, that of a smaller one where it sets the same.
 
-        Where NCCL makes no connection without the plan's variables, the baseline has them too.
+        Where NCCL makes no connection without the plan's variables, the baseline has them too, and
+        where default NCCL fails those of the smallest choice that runs.
         """
         arms: dict[ChoiceName, Arm] = {}
         different: dict[tuple[tuple[str, str], ...], Arm] = {}
-        for name, choice in self.plan.choices.items():
-            if name in self.left_out:
+        plan, control = self.plan, self.plan.choices[self.plan.control]
+        for name, option in plan.choices.items():
+            if name in self.left_out or (option.fails and name != "default"):
                 continue
-            variables = dict(self.plan.pinned_env)
-            if self.plan.control != "default":
-                variables |= environment(self.plan.choices[self.plan.control].settings)
+            variables, choice = dict(plan.pinned_env), option
+            if control.name != "default" and (name == "default" or plan.cluster.cables):
+                variables |= environment(control.settings)
+                choice = control if option.fails else option
             if name != "default":
                 variables |= self._variables(name)
             arm = Arm(
@@ -138,6 +149,27 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def network(self) -> str:
         """Return the network of the rows of searched settings: "" of a single host."""
         return ""
+
+    def without_p2p(self, why: str) -> Target | None:
+        """Return the plan with default NCCL failing, NCCL_P2P_DISABLE=1 as the least that runs.
+
+        None where jobs of default NCCL use no P2P, or P2P is pinned.
+        """
+        plan, stock = self.plan, self.plan.stock
+        if stock.fails or plan.pinned_env or not self._p2p(stock):
+            return None
+        settings = replace(stock.settings, p2p_level="LOC")
+        least = PlanChoice(
+            settings=settings, rings=tuple(self._own_rings(settings)), rate_gbps=None
+        )
+        stock = replace(stock, rate_gbps=None, fails=Failure(verdict="fails"), note=why)
+        return replace(self, plan=replace(plan, stock=stock, large_buffers=least))
+
+    def _p2p(self, choice: PlanChoice) -> set[tuple[int, int, int]]:
+        """Return the pairs of GPUs that a choice joins by P2P, each with its class of hosts."""
+        classes = range(len(self.plan.cluster.classes))
+        views = ((number, class_view(self.plan, number, choice.settings)) for number in classes)
+        return {(number, *pair) for number, topo in views for pair in topo.p2p}
 
     def groups(self, world: int) -> tuple[Groups, ...]:
         """Return groups of ranks whose communicators are compared, as the plan holds for them."""
@@ -238,6 +270,13 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         if result.winner == "large-buffers" and plan.recommended != "large-buffers":
             # What smaller sets of GPUs gain was rated under other variables.
             plan = replace(plan, subsets=())
+        if result.default_fails:
+            # Others that join GPUs by P2P as default NCCL does fail too, unless their jobs ran.
+            ran = {arm.name for arm in result.arms if not (arm.failure or arm.wrong)}
+            common = {
+                n for n, way in plan.choices.items() if self._p2p(way) & self._p2p(plan.stock)
+            }
+            plan = _failing(plan, common - ran)
         return replace(self, plan=replace(plan, winner=result.winner, dry_run=dry_run))
 
     def write(self) -> None:
@@ -320,11 +359,24 @@ def read_target(plan: Plan, directory: Path) -> Target:
     return target_of(plan, directory, graphs)
 
 
+def _failing(plan: Plan, names: Collection[ChoiceName]) -> Plan:
+    """Return the plan with choices that fail as default NCCL does."""
+    fails = plan.stock.fails
+    if "variables" in names:
+        plan = replace(plan, variables=replace(plan.variables, rate_gbps=None, fails=fails))
+    return replace(plan, fails=fails if "graph" in names else plan.fails)
+
+
 def _achieved(plan: Plan, rates: Rates) -> Plan:
     """Return the plan with what jobs without graph files achieved.
 
     Variables that equal default NCCL's have its bandwidth.
     """
+    if plan.stock.fails and "default" in rates:
+        # The baseline was the smallest choice that runs.
+        baseline = rates["default"]
+        rates = {name: rate for name, rate in rates.items() if name != "default"}
+        rates.setdefault(plan.control, baseline)
     stock, default = plan.stock, rates.get("default")
     equal = default if plan.variables.settings == stock.settings else None
     variables = replace(plan.variables, achieved_gbps=rates.get("variables", equal))

@@ -30,6 +30,7 @@ def verification_json(result: Verification) -> dict[str, Any]:
         "trade_offs": trade_offs(result),
         **picked(result, "simulated", "dry_run", "tried", "rounds", "seconds", "hosts"),
         **picked(result, "backend", "collective", "devices", "versions", "notices"),
+        "default_fails": result.default_fails,
     }
 
 
@@ -83,8 +84,10 @@ def _faster(arm: ArmResult) -> bool:
 
 def _answer(result: Verification) -> str:
     """Return whether the choice in question may be used, and why not."""
-    name = f"{'recommended' if result.chosen == result.recommended else 'chosen'} choice"
-    name = f"{CHOICE_WORDS[result.chosen]}, the {name}"
+    # The baseline may be the jobs of a choice that sets the same.
+    chosen = result.recommended if result.chosen == "default" else result.chosen
+    name = f"{'recommended' if chosen == result.recommended else 'chosen'} choice"
+    name = f"{CHOICE_WORDS[chosen]}, the {name}"
     if not result.accepted:
         return f"No to {name}: {result.against(result.chosen)}"
     if result.winner == result.chosen:
@@ -102,7 +105,8 @@ def _where(result: Verification) -> str:
 
 def facts_of(result: Verification) -> list[str]:
     """Return the results beside sizes: rings, values, communicators, and the cost."""
-    lines = [line for arm in result.arms for line in _arm_facts(result, arm)]
+    lines = [f"default NCCL fails: {result.default_fails}"] if result.default_fails else []
+    lines += [line for arm in result.arms for line in _arm_facts(result, arm)]
     if result.left_out:
         lines.append(f"not in this backend: {', '.join(result.left_out)}")
     lines += trade_off_lines(result)
