@@ -313,3 +313,14 @@ def test_the_proof_stays_beside_its_plan_and_is_shown(tmp_path):
     assert ProvenLinks.load(tmp_path).proof == proof_of(default="hangs")
     write_plan(plan, tmp_path)
     assert ProvenLinks.load(tmp_path) is None
+
+
+@pytest.mark.parametrize(("version", "windows"), [("2.18", False), ("2.28", True), ("2.30", True)])
+def test_a_plan_without_p2p_says_what_else_uses_the_links(version, windows):
+    plan = make_plan(BRIDGED, facts_on([NEAR]), MadeUp(0), budget=FEW, version=version)
+    (note,) = [text for text in plan.to_dict()["notices"] if "is not all P2P" in text]
+    assert note.startswith("NCCL_P2P_DISABLE=1 ")
+    assert "--disable-custom-all-reduce" in note
+    assert ("NCCL_WIN_ENABLE=0" in note) == windows
+    sound = make_plan(BRIDGED, Knowledge(), MadeUp(0), budget=FEW, version=version)
+    assert not any("is not all P2P" in text for text in sound.to_dict()["notices"])

@@ -23,7 +23,15 @@ from tccl_py.plan.chains import WORLD, PlanChain
 from tccl_py.plan.load import is_directory, load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import ProvenLinks, plan_in
-from tccl_py.plan.text import assumptions, diff, plan_json, planned_gpus, subset_files, summary
+from tccl_py.plan.text import (
+    assumptions,
+    diff,
+    notices,
+    plan_json,
+    planned_gpus,
+    subset_files,
+    summary,
+)
 
 if TYPE_CHECKING:
     from tccl_py.experiments.communication import Communication
@@ -176,7 +184,7 @@ def print_plan(plan: Plan, console: Console) -> None:
         console.print(f"assumed: {text}")
     if plan.winner is None and plan.recommended != "default":
         console.print(f"unknown: {_UNKNOWN}")
-    for text in (*stopped, *plan.notices):
+    for text in (*stopped, *notices(plan)):
         console.print(f"note: {text}")
 
 

@@ -19,7 +19,7 @@ from tccl_py.nccl.versions import unchecked
 from tccl_py.nccl.view import view
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.size_choices import size_json, size_notes
-from tccl_py.plan.text import assumptions, unrated_text
+from tccl_py.plan.text import assumptions, p2p_note, unrated_text
 from tccl_py.planning.opening import Subject
 from tccl_py.planning.request import DEFAULT_BUDGET, PlanRequest
 from tccl_py.simulator.descriptions import usual_gts
@@ -101,7 +101,7 @@ def advice_by(plan: Plan, subject: Subject, diagnosis: Diagnosis | None = None) 
         simulated=plan.simulated,
         sure=_sure(plan, subject),
         by_size=tuple(size_json(plan)),
-        poor=tuple(size_notes(plan)),
+        poor=(*size_notes(plan), *filter(None, [p2p_note(plan)])),
         assumptions=(*assumptions(plan), *filter(None, [unchecked(plan.settings.version)])),
         problems=tuple(f"{bad.severity.upper()} {bad.what}; {bad.fix}" for bad in problems),
         following=_PLAN_FIRST if not plan.simulated else f"on the machine: {_PLAN_FIRST}",

@@ -61,6 +61,7 @@ class VersionFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     With `algorithms_exclude`, NCCL_ALGO for some collectives beside NCCL_PROTO for all leaves the
     others none. With `tuners_lower_channels` a tuner's number counts below NCCL's own for the size.
+    With `windows_ask_cuda` registered windows use P2P that CUDA grants, whatever NCCL's P2P level.
 
     Of the cost model, where `has_cost_model` says that it is known here: a channel gets at least
     `channel_bytes` of a message. With `slow_rings_halve_threads` Simple rings of up to 12 GB/s have
@@ -114,6 +115,7 @@ class VersionFacts(msgspec.Struct, frozen=True, kw_only=True):
     later_tie_wins: bool = False
     algorithms_exclude: bool = False
     tuners_lower_channels: bool = False
+    windows_ask_cuda: bool = False
 
 
 _CHANGES: dict[tuple[int, int, int], dict[str, Any]] = {
@@ -135,6 +137,8 @@ _CHANGES: dict[tuple[int, int, int], dict[str, Any]] = {
     (2, 25, 1): {"max_channels": 32, "max_final_channels": 64},
     (2, 27, 3): {"checks_values": True},
     (2, 28, 3): {"has_cost_model": True},
+    # init.cc: symmetricSupport by isAllCudaP2p in place of isAllDirectP2p
+    (2, 28, 7): {"windows_ask_cuda": True},
     (2, 29, 2): {
         "channel_bytes": 32 << 10,
         "blackwell_ring_ll128_gbps": 34.5,

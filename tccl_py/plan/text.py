@@ -18,7 +18,7 @@ from tccl_py.nccl.settings import (
     shell_text,
     shell_words,
 )
-from tccl_py.nccl.versions import why_no_plugin
+from tccl_py.nccl.versions import version_facts, why_no_plugin
 from tccl_py.plan.chains import (
     AS_GOOD,
     ChoiceName,
@@ -122,6 +122,26 @@ def _offered(plan: Plan) -> str:
         return f", or set {variables} where large messages decide: {gain}, but {note}."
     how = choice_words(name, plan.choices[name].settings)
     return f". For large all-reduces alone {gain} by {how}."
+
+
+def p2p_note(plan: Plan) -> str:
+    """Return what uses P2P although variables keep NCCL's transport from it; "" where none do."""
+    control = plan.choices[plan.control].settings
+    if control.p2p_level == plan.stock.settings.p2p_level:
+        return ""
+    level = environment_text(Settings(version=control.version, p2p_level=control.p2p_level))
+    by_windows = version_facts(control.version).windows_ask_cuda
+    windows = ", registered windows by NCCL_WIN_ENABLE=0" * by_windows
+    return (
+        f"{level} is not all P2P: NVLS ends by NCCL_NVLS_ENABLE=0{windows}, kernels of vLLM and "
+        "SGLang by --disable-custom-all-reduce; torch's symmetric memory, NVSHMEM and peer copies "
+        "use the links too (docs/troubleshooting.md)"
+    )
+
+
+def notices(plan: Plan) -> tuple[str, ...]:
+    """Return a plan's notices, with what else uses links that it leaves alone."""
+    return (*plan.notices, *filter(None, [p2p_note(plan)]))
 
 
 _VERBS = {"hangs": "hangs", "wrong values": "gives wrong values"}
@@ -364,7 +384,8 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "recommended": plan.recommended,
         "choices": {name: choice_json(choice) for name, choice in plan.choices.items()},
         "stock": choice_json(plan.stock),
-        **picked(plan, "cancelled", "notices"),
+        "cancelled": plan.cancelled,
+        "notices": notices(plan),
         "assumptions": assumptions(plan),
     }
 

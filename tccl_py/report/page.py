@@ -28,6 +28,7 @@ from tccl_py.plan.text import (
     choice_words,
     has_stand_ins,
     limit_text,
+    notices,
     plan_name,
     proof,
     recommended_words,
@@ -231,7 +232,7 @@ def rate_bars(plan: Plan, achieved: Mapping[ChoiceName, float]) -> list[Bar]:
 
 def _notices(contents: Contents) -> tuple[str, ...]:
     stopped = ["the search was interrupted: this is the best until then"] * contents.plan.cancelled
-    return (*stopped, *contents.plan.notices, *contents.notices)
+    return (*stopped, *notices(contents.plan), *contents.notices)
 
 
 def check_replaceable(target: Path, directory: Path, *, force: bool) -> None:
