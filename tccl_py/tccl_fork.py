@@ -6,6 +6,7 @@ GPU with NVML index i. The fork checks little of its file; tests hold files to i
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from xml.sax.saxutils import escape
@@ -13,17 +14,23 @@ from xml.sax.saxutils import escape
 import msgspec
 
 from tccl_py.errors import InputError, counted, require
+from tccl_py.model.cluster import gpus_text
 from tccl_py.model.machine import Machine
 from tccl_py.model.rings import Hop, ring_like
+from tccl_py.model.symmetry import Permutation, automorphisms, images_of_gpus, relabelled_hop
 from tccl_py.model.transfer import Flow, Place, Transfer
+from tccl_py.nccl.network import Pairing, symmetry_keeping
 from tccl_py.nccl.transport import blocks_of_ring, hop_space
 from tccl_py.nccl.view import view
 from tccl_py.plan.chains import PlanChain, SubsetRings
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.tables import ClassRates
+from tccl_py.plan.tables import FORK_CHANNELS, ClassRates
+from tccl_py.planning.parts import ALL_SUBSETS_UP_TO
+from tccl_py.planning.request import EVERY_SET
 
-MOST_CHANNELS = 15  # Besides NCCL's own: the fork has 32 less one for both
 MOST_MEMORY, MUCH_MEMORY = 1 << 34, 1 << 30  # Of the fork's table: refused, noted
+_NAMED = 16
+"""Sets of GPUs without a path that a note names."""
 _TYPES: dict[tuple[str, str], str] = {
     ("write", "GG"): "GPU_WRITE_GPUMEM",
     ("read", "GG"): "GPU_READ_GPUMEM",
@@ -52,6 +59,16 @@ class ForkPaths(msgspec.Struct, frozen=True, kw_only=True):
     fifo_bytes: int
     nic: int | None = None
 
+    @property
+    def rings(self) -> tuple[ForkPath, ...]:
+        """The rings inside a node."""
+        return tuple(path for path in self.paths if path.ends is None)
+
+    @property
+    def chains(self) -> tuple[ForkPath, ...]:
+        """The chains through a node."""
+        return tuple(path for path in self.paths if path.ends is not None)
+
 
 class ForkFile(msgspec.Struct, frozen=True, kw_only=True):
     """The fork's file, its number of rings or chains, and notes on its limits."""
@@ -62,7 +79,7 @@ class ForkFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fork_file(plan: Plan, tables: Sequence[ClassRates] = ()) -> ForkFile:
-    """Return the file with the rings of a machine's plan, or the chains of a cluster's tables.
+    """Return the file with the rings of a machine's plan, or what a cluster's tables have.
 
     Raises InputError: hosts of several classes, no chain, or paths that the fork cannot have.
     """
@@ -80,8 +97,7 @@ def fork_file(plan: Plan, tables: Sequence[ClassRates] = ()) -> ForkFile:
     right = "plan GPUs of lower indices"
     require(memory <= MOST_MEMORY, f"GPU {sizes[0] - 1}", f"is too high an index: {what}", right)
     notes = [*_notes(plan, written, machine), *([what] if memory > MUCH_MEMORY else [])]
-    subsets = list(_subsets(written.paths, numa))
-    rings, chains = ([], subsets) if tables else (subsets, [])
+    rings, chains = (list(_subsets(paths, numa)) for paths in (written.rings, written.chains))
     lines = [
         "<root>",
         *(f"  <!-- {comment(note)} -->" for note in notes),
@@ -108,7 +124,7 @@ def rings_of(plan: Plan) -> ForkPaths:
         ForkPath(gpus=gpus, rate_gbps=rate, transfers=_joined(flow.transfers for flow in flows))
         for gpus, flows, rate in rings
     )
-    blocks, size = min(plan_channels(plan), MOST_CHANNELS), plan.settings.buffsize
+    blocks, size = min(plan_channels(plan), FORK_CHANNELS), plan.settings.buffsize
     return ForkPaths(paths=paths, blocks=blocks, fifo_bytes=size)
 
 
@@ -118,29 +134,51 @@ def plan_channels(plan: Plan) -> int:
 
 
 def chains_of(tables: Sequence[ClassRates]) -> ForkPaths:
-    """Return the fastest chain over each set of GPUs of a cluster's tables.
+    """Return the fastest chain and the fastest ring over each set of GPUs of a cluster's tables.
 
+    Sets to which the machine's symmetry maps those of a table have its chains and rings as well.
     NIC, blocks and FIFOs are those with the most sets of GPUs, then the fastest chain over the most
     GPUs. Raises InputError: the fork could use no chain.
     """
-    groups: dict[tuple[int, int, int], dict[tuple[int, ...], ForkPath]] = {}
-    for table in tables:
-        for settings, chain in table.all_chains():
-            path, blocks = _through_node(table.gpus, chain), chain.hops[0].flow.blocks or 1
-            if path is None or chain.entry_nic is None or blocks > MOST_CHANNELS:
-                continue
-            group = groups.setdefault((chain.entry_nic, blocks, settings.buffsize), {})
-            if path.gpus not in group or path.rate_gbps > group[path.gpus].rate_gbps:
-                group[path.gpus] = path
-    what = "have no chain that the fork can have: by one NIC, and no reads by copy engines"
-    require(groups, "the plan's tables", what, "plan the cluster again")
+    host = tables[0].node_class
+    symmetry = automorphisms(host.machine, host.knowledge)
 
-    def worth(key: tuple[int, int, int]) -> tuple[int, float]:
+    @functools.cache
+    def images(nic: int | None, gpus: tuple[int, ...]) -> dict[tuple[int, ...], Permutation]:
+        keeping = symmetry if nic is None else symmetry_keeping(symmetry, Pairing(((nic, nic),)))
+        return images_of_gpus(keeping, gpus)
+
+    groups: dict[tuple[int | None, int, int], dict[tuple[int, ...], ForkPath]] = {}
+    for table, (settings, chain) in ((t, pair) for t in tables for pair in t.all_chains()):
+        key = chain.entry_nic, chain.hops[0].flow.blocks or 1, settings.buffsize
+        for gpus, names in images(chain.entry_nic, table.gpus).items():
+            path = _path(gpus, _relabelled(chain, names))
+            if path is None or key[1] > FORK_CHANNELS:
+                continue
+            group = groups.setdefault(key, {})
+            if gpus not in group or path.rate_gbps > group[gpus].rate_gbps:
+                group[gpus] = path
+    chains = {key: group for key, group in groups.items() if key[0] is not None}
+    what = "have no chain that the fork can have: by one NIC, and no reads by copy engines"
+    require(chains, "the plan's tables", what, "plan the cluster again")
+
+    def worth(key: tuple[int | None, int, int]) -> tuple[int, float]:
         group = groups[key]
         return len(group), group[max(group, key=len)].rate_gbps
 
-    nic, blocks, size = key = max(groups, key=worth)
-    return ForkPaths(paths=tuple(groups[key].values()), blocks=blocks, fifo_bytes=size, nic=nic)
+    nic, blocks, size = key = max(chains, key=worth)
+    paths = (*groups[key].values(), *groups.get((None, blocks, size), {}).values())
+    return ForkPaths(paths=paths, blocks=blocks, fifo_bytes=size, nic=nic)
+
+
+def _relabelled(chain: PlanChain, names: Permutation) -> PlanChain:
+    """Return a chain with all GPUs and NUMA nodes mapped; its NIC stays."""
+    hops = []
+    for hop in chain.hops:
+        moved = relabelled_hop(Hop(*hop.ends, hop.flow), names)
+        ends = {"source": moved.source, "target": moved.target, "flow": moved.flow}
+        hops.append(msgspec.structs.replace(hop, **ends))
+    return msgspec.structs.replace(chain, hops=tuple(hops))
 
 
 def _joined(parts: Iterable[Iterable[Transfer]]) -> tuple[Transfer, ...]:
@@ -160,15 +198,19 @@ def _flows(plan: Plan, subset: SubsetRings) -> list[Flow]:
     return [hop.flow for hop in ring.hops]
 
 
-def _through_node(gpus: tuple[int, ...], chain: PlanChain) -> ForkPath | None:
-    """Return a chain through one NIC; None if the fork cannot set up its GPUs."""
-    into, *inner, out = (hop.flow.transfers for hop in chain.hops)
-    transfers = _joined([into[1:], *inner, out[:-1]])  # Without the crossings to other nodes
-    ends, gpu = (into[0].destination, out[-1].source), Place("G", chain.hops[-1].source)
-    is_relayed = ends[1].kind == "G" and ends[1] != gpu
+def _path(gpus: tuple[int, ...], chain: PlanChain) -> ForkPath | None:
+    """Return a ring, or a chain through one NIC; None if the fork cannot set up its GPUs."""
+    first, *inner, last = (hop.flow.transfers for hop in chain.hops)
+    ends: tuple[Place, Place] | None = None
+    if chain.entry_nic is not None:
+        ends, gpu = (first[0].destination, last[-1].source), Place("G", chain.hops[-1].source)
+        is_relayed = ends[1].kind == "G" and ends[1] != gpu
+        if is_relayed or chain.entry_nic != chain.exit_nic:
+            return None
+        first, last = first[1:], last[:-1]  # Without the crossings to other nodes
+    transfers = _joined([first, *inner, last])
     # The fork sets up a GPU by the transfers that name the GPU: one is needed.
-    is_usable = transfers and not any(typed(transfer) == _COPIED for transfer in transfers)
-    if not is_usable or is_relayed or chain.entry_nic != chain.exit_nic:
+    if not transfers or any(typed(transfer) == _COPIED for transfer in transfers):
         return None
     return ForkPath(gpus=gpus, rate_gbps=chain.rate_gbps, transfers=transfers, ends=ends)
 
@@ -279,10 +321,8 @@ def _notes(plan: Plan, written: ForkPaths, machine: Machine) -> Iterator[str]:
         f"NCCL_BUFFSIZE={written.fifo_bytes}"
     )
     if written.nic is not None:
-        yield (
-            "chains are those of the plan's tables; there are no rings inside a node, and a job of "
-            "one node fails: export the plan of one host for it"
-        )
+        yield from _missing("chain", plan, written.chains, least=1)
+        yield from _missing("ring inside a node", plan, written.rings, least=2)
         if len(machine.nics) > 1:
             name = next(nic.name for nic in machine.nics if nic.index == written.nic)
             yield f"the fork's database has one NIC a node: run it with NCCL_IB_HCA={name}"
@@ -291,12 +331,23 @@ def _notes(plan: Plan, written: ForkPaths, machine: Machine) -> Iterator[str]:
         yield (
             f"the plan's {plan.rate_gbps:.2f} GB/s are those of {counted(plan.ring_count, 'ring')} "
             f"and {plan_channels(plan)} channels; the fork has one ring and room for "
-            f"{MOST_CHANNELS} channels"
+            f"{FORK_CHANNELS} channels"
         )
-    total = 2 ** len(plan.gpus) - len(plan.gpus) - 1
-    if missing := total - len(written.paths):
-        yield (
-            f"the plan has no ring over {missing} of the {total} sets of GPUs that jobs can have: "
-            "a job over such a set fails"
-        )
+    yield from _missing("ring", plan, written.rings, least=2)
     yield "there are no chains, and a job of several nodes fails: export a cluster's plan for it"
+
+
+def _missing(kind: str, plan: Plan, written: Sequence[ForkPath], *, least: int) -> Iterator[str]:
+    """Yield which sets of a plan's GPUs have no path in the file, and what searches for them."""
+    gpus, known = plan.class_gpus[0], {path.gpus for path in written}
+    total = 2 ** len(gpus) - 1 - (least > 1) * len(gpus)
+    sets = itertools.chain(*(itertools.combinations(gpus, n) for n in range(least, len(gpus) + 1)))
+    if count := total - len(known):
+        named = list(itertools.islice((s for s in sets if s not in known), _NAMED))
+        more = ", ..." if count > len(named) else ""
+        by = f"; `tccl plan` with --gpus-per-job {EVERY_SET} has every set searched"
+        yield (
+            f"the plan has no {kind} over {count} of the {total} sets of GPUs that jobs can have "
+            f"({', '.join(map(gpus_text, named))}{more}): a job over such a set fails"
+            f"{by if len(gpus) <= ALL_SUBSETS_UP_TO else ''}"
+        )

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import re
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -10,13 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tccl_py.errors import InputError, SearchError
+from tccl_py.model.cluster import gpus_text
 from tccl_py.model.machine import Knowledge
+from tccl_py.model.reports import HostReport, cluster_of
 from tccl_py.model.transfer import parse_flow
 from tccl_py.nccl.settings import Settings
 from tccl_py.plan.chains import PlanChain, PlanHop
-from tccl_py.planning.planner import make_plan
+from tccl_py.plan.tables import ClassRates
+from tccl_py.planning.planner import make_cluster_plan, make_plan
 from tccl_py.search.problem import Budget
-from tccl_py.simulator.descriptions import model_for
+from tccl_py.simulator.descriptions import load_bundled, load_machine, model_for
 from tccl_py.simulator.source import Simulator
 from tccl_py.tccl_fork import (
     chains_of,
@@ -28,6 +32,8 @@ from tccl_py.tccl_fork import (
     table_bytes,
     typed,
 )
+from tests.nccl_cases import CASES
+from tests.networked import networked_machine
 from tests.planned import ASUS, PCIE, SMALL, plan_of
 from tests.tccl_databases import (
     Crossing,
@@ -39,6 +45,7 @@ from tests.tccl_databases import (
     small_database,
 )
 from tests.tccl_runtime import found_ring, parse_tccl_xml
+from tests.test_cli_plan import done, tccl
 from tests.toy import toy_machine
 
 EIGHT = "supermicro-h12dsg-8x3090"
@@ -111,6 +118,16 @@ def test_a_plan_without_smaller_rings_names_the_sets_that_fail():
     assert any("no ring over 10 of the 11 sets" in note for note in found.notes)
 
 
+def test_all_sets_of_one_host_are_searched_where_that_is_asked(tmp_path):
+    few = ["--max-sets", "200", "--gpus-per-job", "all"]
+    done("plan", tmp_path / "plan", "--simulate", SMALL, *few)
+    result = done("export", tmp_path / "plan", "--runtime", "tccl")
+    assert len(parse_tccl_xml(result.stdout).intra) == 11
+    assert "sets of GPUs that jobs can have" not in result.stderr
+    counts = tccl("plan", tmp_path / "other", "--simulate", SMALL, "--gpus-per-job", "2")
+    assert counts.exit_code == 2
+
+
 def test_several_rings_become_one_and_many_channels_fewer():
     plan = plan_of(ASUS)
     together = f"those of {len(plan.rings)} rings and"
@@ -149,7 +166,9 @@ def test_an_index_that_makes_the_forks_table_useless_is_refused():
 class Table:
     """A table with these chains."""
 
-    def __init__(self, gpus, *chains, buffsize=4 << 20):
+    def __init__(self, gpus, *chains, buffsize=4 << 20, numa_nodes=2):
+        machine = networked_machine(gpus=2, nics=2, numa_nodes=numa_nodes)
+        self.node_class = SimpleNamespace(machine=machine, knowledge=Knowledge())
         self.gpus, self.chains = gpus, chains
         self.settings = Settings(buffsize=buffsize)
 
@@ -198,6 +217,63 @@ def test_the_fastest_chain_of_the_means_with_most_sets_is_taken():
 def test_a_chain_that_the_fork_cannot_set_up_is_left_out(refused):
     with pytest.raises(InputError, match="no chain that the fork can have"):
         chains_of([Table((0, 1), refused)])
+
+
+@functools.cache
+def cluster_of_four(kind, asked=None):
+    """The file of a plan over four hosts, and its notes."""
+    path = CASES / "clusters" / "nvl4_2rails.xml"
+    model = load_bundled("amd-v100") if kind == "amd-v100" else load_machine(path, p2p=True)
+    machine = model.machine
+    if kind == "gpu direct":
+        # One NIC fills and empties the memory of the lowest two GPUs: alone they copy nothing.
+        machine = msgspec.structs.replace(machine, nics=machine.nics[:1])
+        model = model_for(machine, model.knowledge)
+    reports = [HostReport(host=h, machine=machine, knowledge=model.knowledge) for h in "abcd"]
+    tables = []
+    plan = make_cluster_plan(
+        cluster_of(reports),
+        [Simulator(model)],
+        budget=Budget(sets=60, idle_sets=10),
+        gpus_per_job=asked,
+        tables=tables,
+    )
+    host = plan.cluster.classes[0]
+    return fork_file(plan, [ClassRates(host, table) for table in tables])
+
+
+@pytest.mark.parametrize("kind", ["amd-v100", "two NICs", "gpu direct"])
+def test_with_all_sets_searched_every_set_has_one_ring_on_one_two_and_four_hosts(kind):
+    made = cluster_of_four(kind, "all")
+    database = parse_tccl_xml(made.text)
+    assert not any("sets of GPUs that jobs can have" in note for note in made.notes)
+    for mask in range(1, 16):
+        for hosts in (1, 2, 4):
+            if hosts == 1 and len(gpus_of(mask)) == 1:
+                continue
+            found = found_ring(database, [mask] * hosts)
+            assert len(found.nodes) == hosts and found.gbps > 0
+            assert all(sorted(part.gpus) == list(gpus_of(mask)) for part in found.nodes)
+
+
+def test_sets_that_were_not_searched_are_named():
+    made = cluster_of_four("amd-v100")
+    database = parse_tccl_xml(made.text)
+    chains = {gpus_of(part.mask) for part in database.inter}
+    sets = {gpus for n in range(1, 5) for gpus in itertools.combinations(range(4), n)}
+    missing = ", ".join(map(gpus_text, sorted(sets - chains, key=lambda gpus: (len(gpus), gpus))))
+    (note,) = (note for note in made.notes if "no chain over" in note)
+    assert f"{len(sets - chains)} of the 15 sets" in note and f"({missing})" in note
+    assert "--gpus-per-job all" in note
+    assert any("no ring inside a node over 11 of the 11" in note for note in made.notes)
+
+
+def test_sets_of_a_table_have_the_rates_of_the_sets_that_symmetry_maps_to_them():
+    into, out = "N0->N0->C0->G0->G0", "G0->G0->C0->N0->N0"
+    database = chains_of([Table((0,), chain(into, out), numa_nodes=1)])
+    assert {path.gpus for path in database.paths} == {(0,), (1,)}
+    (image,) = (path for path in database.paths if path.gpus == (1,))
+    assert image.rate_gbps == 10.0 and {t.executor.index for t in image.transfers} == {1}
 
 
 # What the fork's runtime makes of a database

@@ -14,6 +14,7 @@ from tccl_py.delivery.plugin import check_trusted
 from tccl_py.delivery.scripts import FORMS, Form, script
 from tccl_py.errors import InputError, counted, require
 from tccl_py.files import read_text
+from tccl_py.nccl.settings import environment_text
 from tccl_py.plan.directory import (
     GRAPH_FILE,
     machine_file,
@@ -172,11 +173,15 @@ def _export_job(
     try:
         made = plan_of_job(plan, directory, listed, of_hosts, keep_order=keep_order)
     except NoTableError as missing:
-        count, rate = write_bounded_job(
+        count, rate, settings = write_bounded_job(
             plan, directory, listed, of_hosts, output=output, missing=missing
         )
         notice(f"wrote {counted(count, 'file')} to {output}: rate {rate}")
-        notice("Leave NCCL as it is: no rings over these GPUs were measured.")
+        variables = environment_text(settings)
+        how = (
+            f"Set {variables}, as default NCCL leaves rails" if variables else "Leave NCCL as it is"
+        )
+        notice(f"{how}: no rings over these GPUs were measured.")
         notice(str(missing))
         return
     verification = Verification.load(directory)

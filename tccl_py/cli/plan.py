@@ -46,7 +46,7 @@ from tccl_py.planning.opening import (
     ring_counts_of,
     subject_of,
 )
-from tccl_py.planning.request import DEFAULT_BUDGET, PlanRequest, pinned_here
+from tccl_py.planning.request import DEFAULT_BUDGET, EVERY_SET, PlanRequest, pinned_here
 from tccl_py.search.problem import Budget
 from tccl_py.search.strategies import STRATEGIES
 from tccl_py.simulator.descriptions import bundled_names
@@ -104,7 +104,9 @@ def plan(
     switches: Path | None = advanced("FILE", "Switches (topology.conf, or YAML) or cables."),
     extend: bool = advanced_flag("--extend", "Add hosts to the plan in DIR."),
     keep_order: bool = advanced_flag("--keep-order", "Keep the order of the hosts."),
-    gpus_per_job: str | None = advanced("LIST", "GPUs of a host that jobs use, as 8,4,4-7,0+2."),
+    gpus_per_job: str | None = advanced(
+        "LIST", "GPUs of a host that jobs use, as 8,4,4-7,0+2, or `all` for every set of them."
+    ),
     gid_index: int | None = advanced("N", "NCCL_IB_GID_INDEX of RoCE ports."),
     interfaces: str | None = options.INTERFACES,
 ) -> None:
@@ -155,6 +157,7 @@ def plan(
         ),
         keep_order=keep_order,
         ib_gid_index=gid_index,
+        subsets=True if gpus_per_job == EVERY_SET else None,
         gpus_per_job=gpus_per_job,
     )
     ranks = in_job()
@@ -285,7 +288,8 @@ def _check(request: PlanRequest, *, in_job: bool, force: bool, tune: bool | None
     else:
         listed = {"--hosts": request.hosts, "--switches": request.switches}
         order = {"--keep-order": request.keep_order, "--gid-index": gid_index}
-        refuse({**listed, **order, "--gpus-per-job": request.gpus_per_job}, _FOR_ONE)
+        listed["--gpus-per-job"] = None if request.subsets else request.gpus_per_job
+        refuse({**listed, **order}, _FOR_ONE)
     if in_job:
         refuse({"--simulate": request.simulate, "--nodes": request.nodes}, _IN_JOB)
     elif request.names_hosts:

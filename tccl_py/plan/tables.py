@@ -25,6 +25,8 @@ from tccl_py.plan.staging import AGAIN, TABLES, check_files, read_manifest
 
 FORMAT_VERSION = 2
 MAX_TABLES = 1_024
+FORK_CHANNELS = 15
+"""The most channels of the TCCL fork: it has 32, less one for NCCL's own, for both."""
 NicPairs = tuple[NicPair, ...]
 """The pairs of entry and exit NIC of a host's chains, sorted."""
 Most = tuple[float, tuple[str, ...]]
@@ -85,6 +87,8 @@ class KeptTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     settings: tuple[Settings, ...] = ()
     hops: tuple[Hop, ...] = ()
     answers: tuple[KeptChains, ...] = ()
+    closed: KeptChains | None = None
+    """The best ring that closes inside the host, for the TCCL fork; without NICs."""
     notices: tuple[str, ...] = ()
     format_version: int = FORMAT_VERSION
 
@@ -101,7 +105,7 @@ class ClassRates:
     def __init__(self, node_class: NodeClass, kept: KeptTable) -> None:
         self.node_class, self.kept = node_class, kept
         self.gpus, self.nics = kept.gpus, kept.nics
-        self.stock, self.plain = kept.stock, kept.plain
+        self.stock, self.plain, self.closed = kept.stock, kept.plain, kept.closed
         self._settings = {settings: number for number, settings in enumerate(kept.settings)}
         self._hops = {hop: number for number, hop in enumerate(kept.hops)}
         self._between: dict[tuple[Settings, NicPairs], KeptChains | None] = {
@@ -160,10 +164,11 @@ class ClassRates:
         return tuple(map(plan_chain, hops, chains.gbps))
 
     def all_chains(self) -> Iterator[tuple[Settings, PlanChain]]:
-        """Yield all chains of the table."""
-        for (settings, _), chains in self._between.items():
-            for chain in self.plan_chains(chains) if chains is not None else ():
-                yield settings, chain
+        """Yield all chains of the table, and the ring inside the host."""
+        settings = list(self._settings)
+        for chains in filter(None, (*self._between.values(), self.closed)):
+            for chain in self.plan_chains(chains):
+                yield settings[chains.under], chain
 
     def table(self) -> KeptTable:
         """Return the table with all answers so far."""
@@ -181,6 +186,7 @@ class ClassRates:
             settings=tuple(self._settings),
             hops=tuple(self._hops),
             answers=tuple(answers.values()),
+            closed=self.closed,
         )
 
 
@@ -237,10 +243,10 @@ def _checked(table: KeptTable, classes: Mapping[str, NodeClass], where: str) -> 
     fits = fits and any(answer.best and answer.chosen for answer in table.answers)
     for settings in table.settings:
         check_settings(settings)
-    for answer in table.answers:
+    for answer in filter(None, (*table.answers, table.closed)):
         lengths = [len(hops) for hops in answer.chains]
         fits = fits and 0 <= answer.under < len(table.settings)
-        fits = fits and len(lengths) == len(answer.pairs) and all(lengths)
+        fits = fits and len(lengths) == (len(answer.pairs) or 1) and all(lengths)
         fits = fits and lengths == [len(rates) for rates in answer.gbps]
         fits = fits and all(0 <= n < len(table.hops) for hops in answer.chains for n in hops)
     if not fits:

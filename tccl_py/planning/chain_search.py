@@ -16,6 +16,7 @@ from tccl_py.model.rings import HopSpace, RingSet
 from tccl_py.model.symmetry import Symmetry, automorphisms
 from tccl_py.nccl.graph_search import DefaultChoice, default_choice, default_choice_or_sys
 from tccl_py.nccl.network import (
+    WORLD,
     EvenUse,
     Pairing,
     chain_hop_space,
@@ -307,6 +308,24 @@ class ClassStudy(ClassRates):
         self._between[key] = rated
         return rated
 
+    def answer_fork(self, settings: Settings) -> None:
+        """Search for what the TCCL fork has: a ring inside the host, and a chain by the first NIC.
+
+        Buffers of a NIC that reaches GPU memory are tried in host memory too: the fork sets up a
+        GPU by what it copies.
+        """
+        alone = msgspec.structs.replace(self.task, nics=(), uneven=True, ring_counts=(1,))
+        result = self._search(alone, settings, []) if len(self.gpus) > 1 else None
+        if result is not None:
+            with suppress(BudgetSpentError):
+                measurement = measured_well(self.task.source, result.rings)
+                self.closed = self._rated_chains(settings, result.rings, measurement)
+        pairs = ((self.nics[0],) * 2,)
+        chains = self.between(settings, pairs)
+        ends = () if chains is None else self.rings_of(chains)[0].hops
+        if any(hop.flow.through is None and WORLD in (hop.source, hop.target) for hop in ends):
+            self.between(msgspec.structs.replace(settings, net_gdr_level="LOC"), pairs)
+
     def _rings_between(
         self, settings: Settings, pairs: NicPairs
     ) -> tuple[RingSet | None, float | None]:
@@ -337,7 +356,7 @@ class ClassStudy(ClassRates):
         rates = dealt(measurement.transfers.flows, measurement.gbps)
         return KeptChains(
             under=self._settings.setdefault(settings, len(self._settings)),
-            pairs=tuple(sorted(nic_pair(chain.hops) for chain in rings.rings)),
+            pairs=tuple(sorted(nic_pair(c.hops) for c in rings.rings if c.hops[0].source == WORLD)),
             chains=tuple(
                 tuple(self._hops.setdefault(hop, len(self._hops)) for hop in chain.hops)
                 for chain in rings.rings

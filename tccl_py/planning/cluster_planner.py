@@ -9,7 +9,7 @@ from itertools import combinations, combinations_with_replacement, islice
 from math import inf
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from tccl_py.errors import InputError, MeasurementError, SearchError
 from tccl_py.files import picked
@@ -17,17 +17,20 @@ from tccl_py.merge.cables import cabled_ring
 from tccl_py.model.cluster import Cluster, Host, NodeClass, cabled_nics, gpus_text
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.reports import part_of
+from tccl_py.model.symmetry import automorphisms, images_of_gpus
+from tccl_py.nccl.network import Pairing, symmetry_keeping
 from tccl_py.nccl.settings import Settings, check_settings
+from tccl_py.nccl.transport import blocks_of_ring
 from tccl_py.nccl.versions import ASSUMED
 from tccl_py.nccl.view import view
 from tccl_py.plan.chains import Order
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.tables import ClassRates, KeptTable
+from tccl_py.plan.tables import FORK_CHANNELS, ClassRates, KeptTable
 from tccl_py.planning.chain_search import ClassStudy, HostTask, used_nics
 from tccl_py.planning.choices import mechanisms, own_gbps
 from tccl_py.planning.join import best_rings, plan_over
 from tccl_py.planning.parts import answered, job_gpus
-from tccl_py.planning.request import PlanRequest, all_limited, of_transports, task_for
+from tccl_py.planning.request import EVERY_SET, PlanRequest, all_limited, of_transports, task_for
 from tccl_py.search.problem import Reporter
 from tccl_py.sources.bench import Allowance, Bench
 
@@ -74,8 +77,8 @@ class SeveralHosts:
             "railed": cluster.rails == "only",
         }
         # Their time is limited all together.
-        budget = msgspec.structs.replace(request.budget, seconds=None)
-        untimed = msgspec.structs.replace(request, budget=budget)
+        budget = replace(request.budget, seconds=None)
+        untimed = replace(request, budget=budget)
         # By the number of a class: its task if it has a source, and kept tables by GPUs.
         self.tasks, self.kept = list[HostTask | None](), list[dict[Order, ClassRates]]()
         for host, source, ids, used in zip(cluster.classes, sources, gpus, nics, strict=True):
@@ -89,7 +92,8 @@ class SeveralHosts:
                 raise InputError(f"class {host.name}", fault, "start a rank on a host of it")
             self.tasks.append(task)
         # Kept tables grow with the cluster.
-        self.growing = not all(ids in of for ids, of in zip(gpus, self.kept, strict=True))
+        known = all(ids in of for ids, of in zip(gpus, self.kept, strict=True))
+        self.growing = not known or request.gpus_per_job == EVERY_SET
         # Sets are limited for each search.
         self.allowance = Allowance(seconds=request.budget.seconds)
 
@@ -120,13 +124,12 @@ class SeveralHosts:
             with all_limited(self.sources, Allowance(budget.sets, budget.seconds)):
                 plan = plan_over(self.cluster, self.nodes, self.request)
         cancelled = plan.cancelled or any(node.cancelled for node in self.nodes)
-        return msgspec.structs.replace(plan, cancelled=cancelled)
+        return replace(plan, cancelled=cancelled)
 
     def _study(self) -> None:
         """Search every class, each in its part of the first half of the time."""
         self.nodes.clear()
         sound = self._sound_settings()
-        replace = msgspec.structs.replace
         self.tasks = [task and replace(task, sound=sound) for task in self.tasks]
         for number, ids in enumerate(self.gpus):
             self.allowance.allow((number + 1) / len(self.gpus) / 2)
@@ -150,8 +153,7 @@ class SeveralHosts:
         kinds = (of_transports(kind) for task in tasks for kind in mechanisms(task))
         changes = ("p2p_level", "net_disable_intra")
         settings = dict.fromkeys(
-            msgspec.structs.replace(tasks[0].default_settings, **picked(kind, *changes))
-            for kind in kinds
+            replace(tasks[0].default_settings, **picked(kind, *changes)) for kind in kinds
         )
         # Of equal ones that without P2P.
         rates = {
@@ -170,7 +172,12 @@ class SeveralHosts:
             for number, (_, *subsets) in enumerate(job_gpus(asked, *self.gpus)):
                 # Tables of earlier get further sets of GPUs only if these are named.
                 named = [] if self.kept[number] and asked is None else subsets
-                self.nodes += self._others(number, named, notices)
+                if asked == EVERY_SET:
+                    named = list(self._unlike(number, subsets))
+                others = self._others(number, named, notices)
+                self.nodes += others
+                if asked == EVERY_SET:
+                    self._answer_fork((self.nodes[number], *others))
             # Jobs are asked about, so that tables have answers for them.
             for job, nodes in islice(_small_jobs(self.cluster, self.nodes), MOST_JOBS):
                 with suppress(SearchError, MeasurementError):
@@ -178,7 +185,35 @@ class SeveralHosts:
                         raise KeyboardInterrupt
         finally:
             self.tables += [node.table() for node in self.nodes]
-        yield msgspec.structs.replace(plan, notices=tuple(notices))
+        yield replace(plan, notices=tuple(notices))
+
+    def _unlike(self, number: int, gpu_sets: Sequence[Order]) -> Iterator[Order]:
+        """Yield sets of a class's GPUs that no symmetry of its machine maps to an earlier one.
+
+        The NIC of chains for the TCCL fork stays.
+        """
+        host, nic = self.cluster.classes[number], self.nodes[number].nics[0]
+        symmetry = automorphisms(host.machine, host.knowledge)
+        symmetry = symmetry_keeping(symmetry, Pairing(((nic, nic),)))
+        images: set[Order] = set()
+        for gpus in gpu_sets:
+            if gpus not in images:
+                images |= images_of_gpus(symmetry, gpus).keys()
+                yield gpus
+
+    def _answer_fork(self, nodes: Sequence[ClassRates]) -> None:
+        """Ask each node of a class what the TCCL fork needs, under settings of the first."""
+        settings = nodes[0].choices[0][0]
+        counts = (2**power for power in range(settings.channels.bit_length()))
+        fits = [
+            count
+            for count in counts
+            if blocks_of_ring(nodes[0].view(replace(settings, channels=count)), 1) <= FORK_CHANNELS
+        ]
+        settings = replace(settings, channels=fits[-1], min_channels=None)
+        for node in nodes:
+            if isinstance(node, ClassStudy):
+                node.answer_fork(settings)
 
     def _node(
         self,
@@ -198,8 +233,8 @@ class SeveralHosts:
         if task is None:
             raise MeasurementError("no host of the class is at hand")
         sets = task.budget.sets
-        few = msgspec.structs.replace(task.budget, sets=sets and max(1, sets // parts))
-        task = msgspec.structs.replace(task.over(gpus), budget=few)
+        few = replace(task.budget, sets=sets and max(1, sets // parts))
+        task = replace(task.over(gpus), budget=few)
         kept = None if table is None else table.kept
         return ClassStudy(self.cluster.classes[number], task, kept, allow=allow)
 

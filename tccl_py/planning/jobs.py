@@ -313,11 +313,12 @@ def write_bounded_job(
     *,
     output: Path,
     missing: NoTableError,
-) -> tuple[int, str]:
+) -> tuple[int, str, Settings]:
     """Write files of default NCCL for a job that `plan_of_job` refused, as tables are `missing`.
 
-    Return the number of files in the new directory `output`, and the rate in words. Raises
-    InputError: a class without any table, or `output` exists, or cannot be written.
+    Return the number of files in the new directory `output`, the rate in words, and the settings.
+    Raises InputError: a class without any table, hosts that do not connect, or `output` exists, or
+    cannot be written.
     """
     keys, cluster = job_cluster(plan, hosts, gpus)
     tables = [read_tables(directory, [plan.cluster.classes[number]]) for number, _ in keys]
@@ -340,7 +341,7 @@ def write_bounded_job(
         }
         return {f"nccl/{name}": text for name, text in texts.items()}
 
-    return write_new_directory(output, files_of), rate
+    return write_new_directory(output, files_of), rate, settings
 
 
 def _connecting(cluster: Cluster, gpus: Sequence[tuple[int, ...]], default: Settings) -> Settings:

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import msgspec
 
-from tccl_py.errors import InputError
+from tccl_py.errors import InputError, require
 from tccl_py.model.cluster import gpus_text, parse_gpus, shown
 from tccl_py.model.machine import Machine
 from tccl_py.model.symmetry import Symmetry, automorphisms, images_of_gpus
@@ -29,7 +29,7 @@ from tccl_py.nccl.settings import Settings
 from tccl_py.plan.chains import AS_GOOD, Order, SubsetRings, sender_nodes
 from tccl_py.plan.plan import Plan
 from tccl_py.planning.choices import own_gbps
-from tccl_py.planning.request import Task
+from tccl_py.planning.request import EVERY_SET, Task
 from tccl_py.planning.study import Choice, answer_under
 from tccl_py.search.problem import Budget
 
@@ -44,15 +44,25 @@ def job_gpus(text: str | None, *hosts: Sequence[int]) -> list[list[tuple[int, ..
     """Return the sets of GPUs of jobs on hosts with these GPUs, all GPUs first.
 
     `text` lists counts, of the lowest GPUs, and sets; a host without the GPUs of an item leaves the
-    item out. None is all GPUs, half of them, a quarter, and one.
+    item out. None is all GPUs, half of them, a quarter, and one; EVERY_SET is all sets of up to
+    ALL_SUBSETS_UP_TO GPUs.
 
     >>> job_gpus(None, range(8))
     [[(0, 1, 2, 3, 4, 5, 6, 7), (0, 1, 2, 3), (0, 1), (0,)]]
     >>> job_gpus("2,4-7,0+2", range(8), range(2))
     [[(0, 1, 2, 3, 4, 5, 6, 7), (0, 1), (4, 5, 6, 7), (0, 2)], [(0, 1)]]
 
-    Raises InputError: an item that is neither count nor set, or beyond every host.
+    Raises InputError: an item that is neither count nor set, or beyond every host; too many sets.
     """
+    if text == EVERY_SET:
+        most = max(map(len, hosts))
+        right = f"for hosts of up to {ALL_SUBSETS_UP_TO} GPUs: name sets"
+        fits = most <= ALL_SUBSETS_UP_TO
+        require(fits, "`gpus_per_job`", f"is {EVERY_SET}, of hosts with {most} GPUs", right)
+        return [
+            [s for n in range(len(gpus), 0, -1) for s in itertools.combinations(gpus, n)]
+            for gpus in hosts
+        ]
     of_hosts = [[tuple(gpus)] for gpus in hosts]
     for sets, gpus in zip(of_hosts, hosts, strict=True):
         counts = (len(gpus) // 2, len(gpus) // 4, 1) if text is None else ()

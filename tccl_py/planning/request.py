@@ -42,6 +42,8 @@ from tccl_py.sources.bench import Allowance, Bench, bench_for
 if TYPE_CHECKING:
     from tccl_py.sources.profiled import MeasurementOptions
 
+EVERY_SET = "all"
+"""The list of GPUs for jobs that names all sets."""
 MOST_SETS = 2000
 DEFAULT_BUDGET = Budget(sets=MOST_SETS, idle_sets=100)
 
