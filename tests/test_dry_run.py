@@ -9,14 +9,10 @@ from typer.testing import CliRunner
 from tccl_profiler.linux import host_fingerprint, host_machine
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
-from tccl_py.files import encode_json
 from tccl_py.health.drift import metric_labels
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
-from tccl_py.sources.journal import read_journal
-from tccl_py.sources.opening import open_source
-from tccl_py.sources.profiled import DRY_RUN, measured_machine
-from tests.planned import SMALL, needing_a_graph, plan_of, rebind
+from tests.planned import SMALL, needing_a_graph, plan_of
 
 MARK = "DRY RUN"
 
@@ -118,29 +114,3 @@ def test_a_dry_run_is_installed_only_by_force_and_marked(place, tmp_path):
     assert found.exit_code == 0, found.stderr
     marker, first, *_ = (tmp_path / "nccl.conf").read_text().splitlines()
     assert MARK in marker + first
-
-
-def test_a_plan_and_a_journal_of_earlier_programs_are_known_by_their_words(place):
-    made = msgspec.structs.replace(load_plan(place), dry_run=False, notices=(DRY_RUN,))
-    fields = json.loads(encode_json(made))
-    del fields["dry_run"]
-    (place / "plan.json").write_text(json.dumps(fields))
-    rebind(place)
-    assert load_plan(place).dry_run
-    (place / "plan.json").write_text(json.dumps({**fields, "notices": []}))
-    rebind(place)
-    assert not load_plan(place).dry_run
-
-
-def test_a_journal_of_earlier_programs_is_resumed(tmp_path):
-    path, here = tmp_path / "journal.jsonl", measured_machine("host", 2)
-    with open_source(here, journal=path) as source:
-        assert source.dry_run and source.header.dry_run
-    header = json.loads(path.read_text())
-    assert header.pop("dry_run")
-    path.write_text(json.dumps(header) + "\n")
-    assert read_journal(path).header == source.header
-    with open_source(here, journal=path):
-        pass
-    with open_source(SMALL) as simulated:
-        assert not simulated.dry_run and not simulated.header.dry_run

@@ -192,26 +192,6 @@ def test_installing_and_uninstalling_leaves_the_file_as_it_was(tmp_path, data, m
     shutil.rmtree(folder)
 
 
-BLOCK = b"# >>> tccl-py, taken out by tccl uninstall (%s) >>>\n%s# <<< tccl-py <<<\n"
-PROLOG = b"(\n    printf 'export NCCL_P2P_LEVEL=SYS'\n) || :\n"
-MODULE = b"setenv NCCL_P2P_LEVEL SYS\n"
-
-
-def test_prologs_and_modules_of_earlier_versions_are_taken_out(tmp_path):
-    new, old, module = (tmp_path / name for name in ("new.sh", "old.sh", "1.0"))
-    script = b"#!/bin/bash\necho print hello"
-    new.write_bytes(b"#!/bin/sh\n" + BLOCK % (b"made", PROLOG))
-    old.write_bytes(script + b"\n" + BLOCK % (b"unended", PROLOG))
-    module.write_bytes(b"#%Module1.0\n" + BLOCK % (b"made", MODULE))
-    state_directory().mkdir(parents=True)
-    record = {"files": [str(new), str(old)], "format_version": 2}
-    (state_directory() / "installed.json").write_text(json.dumps(record))
-    assert tccl("uninstall").exit_code == 0
-    assert (new.exists(), old.read_bytes()) == (False, script)
-    assert f"removed {module}" in tccl("uninstall", module).stderr
-    assert not module.exists() and not state_directory().exists()
-
-
 def test_links_stay_links_and_what_they_lead_to_is_restored(tmp_path):
     real, link, nowhere = tmp_path / "real", tmp_path / "link", tmp_path / "nowhere"
     real.write_bytes(b"NCCL_DEBUG=WARN")
@@ -507,7 +487,6 @@ def verified(directory, digest=None, **changes):
         "chosen": name,
         "winner": name,
         "simulated": False,
-        "assumed": False,
         "collective": "all_reduce",
         "left_out": (),
         "versions": {},

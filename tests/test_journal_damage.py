@@ -113,30 +113,11 @@ def test_figures_that_cannot_be_are_refused_by_file_and_line(field, value, sente
         ("overlap", 0.899),
     ],
 )
-def test_lines_of_earlier_versions_that_are_no_measurement_are_ignored(field, value, path):
+def test_a_line_without_a_rate_or_of_flows_that_did_not_run_together_is_refused(field, value, path):
     measured(path)
     corrupted(path, 1, field, value)
-    before = path.read_bytes()
-    (notice,) = read_journal(path).notices
-    assert " ignored 1 line " in notice and f"{path}" in notice
-    answers, notices, calls = measured(path)
-    assert (answers[0].rate_gbps, notices, calls) == (1.75, (notice,), [str(SETS[0])])
-    # The line stays, and the set's new measurement stands after it.
-    assert path.read_bytes().startswith(before)
-    assert measured(path)[2] == []
-    assert SETS[0] in read_journal(path).measurements
-
-
-def test_ignored_lines_are_counted_in_one_notice_beside_a_torn_one(path):
-    measured(path)
-    corrupted(path, 1, "samples_gbps", [[0.0], [0.0]])
-    corrupted(path, 2, "overlap", 0.1)
-    whole = path.read_bytes()
-    path.write_bytes(whole + b'{"tr')
-    ignored, torn = measured(path)[1]
-    assert " ignored 2 lines" in ignored
-    assert "last line of 4 characters" in torn
-    assert path.read_bytes().startswith(whole + b'{"transfers"')
+    with pytest.raises(InputError, match=f"{path}:2: has "):
+        read_journal(path)
 
 
 @pytest.mark.parametrize(

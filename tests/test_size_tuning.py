@@ -576,29 +576,6 @@ def test_damaged_rows_are_refused(tmp_path, old, new):
         load_sizes(tmp_path)
 
 
-def nested(row):
-    """A row as earlier versions wrote it."""
-    names = ("collective", "dtype", "bytes", "groups", "mode")
-    inner = {name: row.pop(name) for name in names}
-    return {**row, "row": inner, "beside": row.pop("near")}
-
-
-def test_rows_that_an_earlier_version_kept_apart_are_read_and_go_with_the_next_tuning(tmp_path):
-    found = tuned_plan(tmp_path, FakeJobs(Truth(gaining, seed=10)), [])
-    whole = json.loads((tmp_path / "tuning.json").read_text())
-    for tuning in whole["tunings"]:
-        for name in ("rows", "by_plugin"):
-            tuning[name] = [nested(row) for row in tuning[name]]
-    rows = {name: whole[name] for name in ("format_version", "plan_digest", "tunings")}
-    (tmp_path / "sizes.json").write_text(json.dumps(rows))
-    del whole["tunings"]
-    (tmp_path / "tuning.json").write_text(json.dumps(whole))
-    assert load_sizes(tmp_path) == found
-    assert load_tuning(plan_of(SMALL), tmp_path).tables
-    tuned_plan(tmp_path, FakeJobs(Truth(gaining, seed=10)), [])
-    assert not (tmp_path / "sizes.json").exists()
-
-
 def test_an_entry_that_harms_by_the_plugin_at_or_between_its_sizes_does_not_stay(tmp_path):
     def half_way(row):
         return 0.9 if 64 * KIB < row.bytes < 128 * KIB else 1.2

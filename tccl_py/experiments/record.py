@@ -41,7 +41,7 @@ class ArmResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     settings: Settings
     environment: dict[str, str]
     predicted_gbps: float | None = None
-    assumed: bool | msgspec.UnsetType = msgspec.UNSET
+    assumed: bool = False
     gbps: float | None = None
     large: Compared = EQUAL
     rows: tuple[Timed, ...] = ()
@@ -148,7 +148,6 @@ class Verification(Kept, frozen=True, kw_only=True):
     chosen: ChoiceName
     winner: ChoiceName
     simulated: bool
-    assumed: bool
     collective: str
     workload: Communication | None = None
     left_out: tuple[str, ...]

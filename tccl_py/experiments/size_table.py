@@ -15,13 +15,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, groupby
 from statistics import geometric_mean
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 from msgspec.structs import asdict, replace
 
 from tccl_py.experiments.spec import Choice, Dtype, Row, RowTimes
-from tccl_py.files import decode_json, encode_json
+from tccl_py.files import decode_json
 from tccl_py.nccl.tuner import COLLECTIVES, TunedCollective, TunerEntry
 from tccl_py.plan.chains import ChoiceName
 from tccl_py.statistics import Interval, ratio_interval, ratios_of
@@ -113,22 +113,8 @@ class SizeTuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def read_tunings(text: str, where: str) -> tuple[SizeTuning, ...]:
-    """Read tunings from JSON, those of earlier versions too, whose rows had a `row` in them.
-
-    Raises InputError: the text is something else.
-    """
-
-    def flat(row: Any) -> Any:
-        if isinstance(row, dict) and isinstance(row.get("row"), dict):
-            return {**row.pop("row"), "near": row.pop("beside", None), **row}
-        return row
-
-    tunings = decode_json(text, list[dict[str, Any]], where=where, name="tuning")
-    for tuning in tunings:
-        for name in ("rows", "by_plugin"):
-            if isinstance(rows := tuning.get(name), list):
-                tuning[name] = list(map(flat, rows))
-    return decode_json(encode_json(tunings), tuple[SizeTuning, ...], where=where, name="tuning")
+    """Read tunings from JSON. Raises InputError: the text is something else."""
+    return decode_json(text, tuple[SizeTuning, ...], where=where, name="tuning")
 
 
 Jobs = Sequence[Sequence[RowTimes]]

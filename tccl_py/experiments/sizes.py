@@ -56,7 +56,7 @@ from tccl_py.nccl.settings import GRAPH_VARIABLE
 from tccl_py.nccl.tuner import TunerTable
 from tccl_py.plan.chains import ChoiceName
 from tccl_py.plan.directory import files_of, subset_graph
-from tccl_py.plan.results import Kept, Tuning, keep_tuning
+from tccl_py.plan.results import Tuning, keep_tuning
 from tccl_py.planning.parts import subsets
 from tccl_py.workloads.workload import Workload
 
@@ -88,19 +88,12 @@ EqualSets = dict[tuple[int, ...], set[tuple[int, ...]]]
 """The sets of GPUs that equal each measured set, itself included."""
 
 
-class _EarlierRows(Kept, frozen=True, kw_only=True):
-    """The rows of earlier versions, which had a file of their own beside the tables."""
-
-    FILE = "sizes.json"
-    tunings: msgspec.Raw
-
-
 def load_sizes(directory: Path) -> tuple[SizeTuning, ...]:
     """Return the tunings of the plan in a directory; () if none, or of an earlier plan.
 
     The first is of all-reduce over all GPUs, the last are of smaller sets.
     """
-    saved = _EarlierRows.load(directory) or Tuning.load(directory)
+    saved = Tuning.load(directory)
     if saved is None:
         return ()
     return read_tunings(bytes(saved.tunings).decode(), str(directory / saved.FILE))
@@ -331,7 +324,6 @@ def _keep(
         tunings=msgspec.Raw(encode_line(tunings)),
     )
     with undisturbed():
-        (target.directory / _EarlierRows.FILE).unlink(missing_ok=True)
         try:
             if launcher.backend == "cuda":
                 keep_tuning(tuning, plan, target.directory)

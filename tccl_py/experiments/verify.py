@@ -122,7 +122,7 @@ class Judge(NamedTuple):
         return Verification(
             machine=plan_name(target.plan),
             **picked(target, "gpus", "hosts"),
-            **picked(target.plan, "recommended", "simulated", "assumed", "jobs_ran"),
+            **picked(target.plan, "recommended", "simulated", "jobs_ran"),
             dry_plan=target.plan.dry_run,
             backend=self.launcher.backend,
             arms=tuple(results),

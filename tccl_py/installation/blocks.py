@@ -19,15 +19,13 @@ import msgspec
 from tccl_py.errors import InputError, require
 from tccl_py.files import check_path, read_bytes, refused, replacement, sweep_beside
 
-_HEADS = (b"", b"#!/bin/sh\n", b"#%Module1.0\n")
-"""First lines of the files that we make; earlier versions made prologs and modules as well."""
 MAX_BYTES = 1024 * 1024
 _RIGHT = "name a file of your own in a directory that you can write to"
 
 
 _MENTION = re.compile(rb"(?:>>>|<<<) tccl-py")
 # The state before: no file; a file; a file whose last line had no newline, which we added. The last
-# marker has a checksum of each of our lines; in blocks of earlier versions, without any, all are.
+# marker has a checksum of each of our lines.
 _BLOCK = re.compile(
     rb"^# >>> tccl-py, taken out by tccl uninstall \((made|kept|unended)\) >>>\n"
     rb"(.*?)^# <<< tccl-py((?: [0-9a-f]{8})*) <<<(?:\n|\Z)",
@@ -62,7 +60,7 @@ def without_block(data: bytes, *, where: str) -> bytes | None:
         return data
     others = _others(block)
     remaining = data[: block.start()] + others + data[block.end() :]
-    if block[1] == b"made" and block.end() == len(data) and remaining in _HEADS:
+    if block[1] == b"made" and block.end() == len(data) and not remaining:
         return None
     # The newline that we added goes, unless somebody has written behind it.
     last = not others and block.end() == len(data) and remaining.endswith(b"\n")
@@ -80,7 +78,7 @@ def _checksum(line: bytes) -> str:
 def _others(block: re.Match[bytes]) -> bytes:
     """Return the lines of a block that we did not write."""
     lines, ours = _lines(block[2]), block[3].decode().split()
-    return b"".join(line for line in lines if ours and _checksum(line) not in ours)
+    return b"".join(line for line in lines if _checksum(line) not in ours)
 
 
 def _find(data: bytes, where: str) -> re.Match[bytes] | None:

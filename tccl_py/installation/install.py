@@ -4,7 +4,7 @@ The lines name no graph file, because they hold for all communicators of a job a
 communicators over exactly its GPUs. They load NCCL's plugin, which gives each communicator its own,
 and set the variables that it needs, or set the plan's settings. The record is in the user's state
 directory (XDG_STATE_HOME, else .local/state in the home of the password database, whatever HOME
-says). Earlier versions installed SLURM prologs and modules too, which are removed as well.
+says).
 """
 
 from __future__ import annotations

@@ -54,12 +54,7 @@ def load_plan(path: Path | str) -> Plan:
             f"{fault} (format version {head.format_version})",
             f"this program reads version {FORMAT_VERSION}: {'update it' if later else again}",
         )
-    plan = check_plan(decode_json(text, Plan, where=str(path)), where=str(path))
-    # Earlier programs wrote no field, but always the notice.
-    dry_run = plan.dry_run or any(
-        note.startswith("measured by the host b") for note in plan.notices
-    )
-    return msgspec.structs.replace(plan, dry_run=dry_run)
+    return check_plan(decode_json(text, Plan, where=str(path)), where=str(path))
 
 
 def is_directory(path: Path) -> bool:

@@ -91,9 +91,7 @@ def plan_of_job(
         subnet_prefix=plan.settings.subnet_prefix,
         pinned_env=plan.pinned_env,
     )
-    made = plan_over(cluster, nodes, request)
-    # Tables of earlier programs do not say.
-    return msgspec.structs.replace(made, dry_run=made.dry_run or plan.dry_run)
+    return plan_over(cluster, nodes, request)
 
 
 def as_achieved(

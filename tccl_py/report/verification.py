@@ -133,10 +133,8 @@ def trade_off_lines(result: Verification) -> Iterator[str]:
 def _arm_facts(result: Verification, arm: ArmResult) -> list[str]:
     lines = [f"failed: {arm.failure}"] if arm.failure else []
     if arm.gbps is not None and arm.predicted_gbps:
-        # Earlier files have one mark for all arms.
-        assumed = result.assumed if arm.assumed is msgspec.UNSET else arm.assumed
-        kind = mark(simulated=result.simulated, assumed=assumed, dry_run=result.dry_plan)
-        kind += ", the network assumed" * (assumed and not result.simulated)
+        kind = mark(simulated=result.simulated, assumed=arm.assumed, dry_run=result.dry_plan)
+        kind += ", the network assumed" * (arm.assumed and not result.simulated)
         origin = "achieved by earlier jobs" if result.jobs_ran else f"predicted ({kind})"
         share = arm.gbps / arm.predicted_gbps
         where = _where(result)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from tccl_py.errors import InputError, MeasurementError, counted
+from tccl_py.errors import InputError, MeasurementError
 from tccl_py.files import (
     SPACE,
     check_version,
@@ -65,13 +65,13 @@ def read_header(path: Path) -> JournalHeader:
 
 
 def read_journal(path: Path) -> JournalContents:
-    """Read a journal; notices tell of a torn last line, and of ignored lines.
+    """Read a journal; a notice tells of a torn last line.
 
     Raises InputError: no header, another format version, or a damaged line before the last.
     """
     header: JournalHeader | None = None
     measurements: dict[TransferSet, list[Measurement]] = {}
-    ignored = whole_bytes = 0
+    whole_bytes = 0
     torn = b""
     with reading(path) as file:
         lines = iter(functools.partial(file.readline, MAX_LINE_BYTES), b"")
@@ -82,9 +82,8 @@ def read_journal(path: Path) -> JournalContents:
                 break
             if header is None:
                 header = _header(line, where)
-            elif (measurement := _measurement(line, header, where)) is None:
-                ignored += 1
             else:
+                measurement = _measurement(line, header, where)
                 measurements.setdefault(measurement.transfers, []).append(measurement)
             whole_bytes += len(line)
     if header is None:
@@ -92,10 +91,6 @@ def read_journal(path: Path) -> JournalContents:
     if len(torn) == MAX_LINE_BYTES:
         raise InputError(where, f"is longer than {MAX_LINE_BYTES} bytes", _RIGHT)
     notices = [_torn_notice(path, torn)] if torn else []
-    if ignored:
-        notice = f"ignored {counted(ignored, 'line')} without a measurement"
-        why = "a rate of 0 GB/s, or flows that did not run together"
-        notices.insert(0, f"{path}: {notice} ({why}); what is needed is measured again")
     return JournalContents(
         header=header, measurements=measurements, notices=tuple(notices), whole_bytes=whole_bytes
     )
@@ -120,27 +115,24 @@ def read_journal_of(header: JournalHeader, path: Path) -> JournalContents:
 def _header(line: bytes, where: str) -> JournalHeader:
     header = decode_json(line, JournalHeader, where=where)
     check_version(header.format_version, JOURNAL_FORMAT, where)
-    # Earlier programs wrote no field.
-    dry_run = header.dry_run or "host backend" in header.identity
-    return msgspec.structs.replace(header, dry_run=dry_run)
+    return header
 
 
-def _measurement(line: bytes, header: JournalHeader, where: str) -> Measurement | None:
-    """Decode a line; None for a record of earlier versions that is no measurement."""
+def _measurement(line: bytes, header: JournalHeader, where: str) -> Measurement:
     try:
         measurement = decode_json(line, Measurement, where=where)
     except NoRateError as error:
-        if error.gbps == 0:
-            return None
         raise InputError(where, f"has a rate of {error.gbps:g} GB/s", _WITHOUT) from error
     except InputError as error:
         raise InputError(where, error.what, _WITHOUT) from error
     fault = next(faults(measurement), None)
     if fault is None and measurement.simulated != header.simulated:
         fault = "contradicts line 1 on whether it is simulated"
+    if fault is None and not measurement.is_together:
+        fault = "has flows that did not run together"
     if fault is not None:
         raise InputError(where, fault, _WITHOUT)
-    return measurement if measurement.is_together else None
+    return measurement
 
 
 def _torn_notice(path: Path, torn: bytes) -> str:
