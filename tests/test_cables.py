@@ -307,6 +307,12 @@ def test_rails_of_a_switch_are_no_cables():
         {"a": ["10.0.0.1", "10.0.0.2"], "b": ["10.0.1.1"], "c": ["10.0.1.2"]},  # a host's own
         {"a": ["10.0.0.1"], "b": ["10.0.0.2"], "c": ["10.0.1.1"]},  # one is alone
         {"a": ["fe80::1/0"], "b": ["fe80::2/0"], "c": ["fe80::3/0"]},
+        # A ring of cables, and a switch besides.
+        {
+            "a": ["10.0.1.1", "10.0.3.1", "10.9.0.1"],
+            "b": ["10.0.1.2", "10.0.2.1", "10.9.0.2"],
+            "c": ["10.0.2.2", "10.0.3.2", "10.9.0.3"],
+        },
     ],
 )
 def test_addresses_that_leave_doubt_tell_no_cables(hosts):
@@ -372,6 +378,7 @@ def test_functions_that_hear_all_of_the_far_port_share_a_cable():
         [(("a", 0), ("a", 2), ("a", 3)), (("b", 1), ("a", 2), ("a", 3))]
         + [(("a", nic), ("a", 0), ("b", 1)) for nic in (2, 3)],
         [(("a", 0),), (("b", 0),)],
+        [(("a", 0), ("b", 0)), (("b", 0), ("a", 0)), (("a", 1), ("switch", 7))],
     ],
 )
 def test_lldp_that_leaves_doubt_tells_no_cables(ends):
