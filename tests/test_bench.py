@@ -67,6 +67,18 @@ def test_further_samples_of_a_set_are_no_further_sets_of_a_limit():
     bench.measure([TWO])
 
 
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_set_counts_once_for_a_limit_whether_a_journal_answers_or_a_source(stored):
+    sets = [parse_set(f"G0->G0->G{gpu}") for gpu in (1, 2, 3)]
+    bench = Bench(Growing(), {sets[0]: [sample_of(sets[0], 7)]} if stored else {})
+    with bench.limited(Allowance(2)):
+        bench.measure(sets[1:2])
+        for _ in range(4):
+            bench.measure(sets[:1])
+        with pytest.raises(BudgetSpentError):
+            bench.measure(sets[2:])
+
+
 @pytest.mark.parametrize(
     ("seconds", "begun"), [(5, 1), (19, 1), (20, 2), (29, 2), (30, 3), (31, 3)]
 )

@@ -22,6 +22,7 @@ from tccl_py.health.drift import (
 )
 from tccl_py.health.drift_statistics import Comparison, common_spread, compared, points_to
 from tccl_py.model.machine import Fingerprint, Knowledge
+from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import parse_flow, parse_set, transfer_set
 from tccl_py.simulator.descriptions import model_for
 from tccl_py.simulator.source import Simulator
@@ -94,6 +95,28 @@ def test_p_holds_where_the_change_is_just_what_is_let_pass():
         logs = [np.log([one.rate_gbps for one in found]) for found in now.values()]
         wrong += any(row.alarming for row in compared(then, now, common_spread(logs)))
     assert wrong <= 400 * 0.03
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_p_values_are_adjusted_for_all_flows_that_are_compared(count):
+    random, p = np.random.default_rng(3), []
+    texts = [transfer_set([parse_flow(f"G0->G0->G{gpu}")]) for gpu in range(1, count + 1)]
+    rates = np.exp(random.normal(0, 0.01, 6))
+    for number in (1, count):
+        then, now = (
+            {
+                key: [
+                    Measurement(transfers=key, samples_gbps=((rate * factor,),), simulated=True)
+                    for rate in part
+                ]
+                for key in texts[:number]
+            }
+            for part, factor in ((rates[:3], 1.0), (rates[3:], 0.94))
+        )
+        rows = compared(then, now, common_spread([np.log(rates[:3])]))
+        assert len(rows) == number
+        p.append({row.p for row in rows})
+    assert [*p[1]] == pytest.approx([count * min(p[0])]) and max(p[1]) < 1
 
 
 @pytest.mark.parametrize("gpu", [0, 2])

@@ -41,11 +41,12 @@ def test_a_resumed_run_measures_nothing_twice(tmp_path):
     assert source.calls == [str(ONE), str(TWO)]
 
 
-def test_a_torn_last_line_is_dropped_with_a_notice_and_measured_again(tmp_path):
+@pytest.mark.parametrize("cut", [1, 2, 9])
+def test_a_torn_last_line_is_dropped_with_a_notice_and_measured_again(tmp_path, cut):
     source, path = Counting(), tmp_path / "m.jsonl"
     with Bench(source, journal=JournalFile(path, HEADER)) as journal:
         journal.measure([ONE, TWO])
-    path.write_bytes(path.read_bytes()[:-9])
+    path.write_bytes(path.read_bytes()[:-cut])
     torn = len(path.read_text().split("\n")[-1])
     with Bench(source, journal=JournalFile(path, HEADER)) as journal:
         assert " dropped a torn last" in journal.notices[0] and f"{torn}" in journal.notices[0]

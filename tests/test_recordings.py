@@ -349,3 +349,26 @@ def test_a_last_line_without_its_end_does_not_count_wherever_it_is_cut(tmp_path)
         assert calls_of(read(logs, tmp_path)) == without
         for log in logs:
             log.lines.pop()
+
+
+def test_groups_of_a_row_share_no_rank_and_a_rank_alone_communicates_nothing(tmp_path):
+    logs, groups = [RankLog(rank, 3) for rank in range(3)], ((0, 1), (1, 2), (0, 2), (1,))
+    for log in logs:
+        for number, group in enumerate(groups):
+            if log.rank in group:
+                log.split(f"0x{number + 2}0", group, number=number + 1)
+        for _ in range(4):
+            for number, group in enumerate(groups):
+                if log.rank in group:
+                    log.call("AllReduce", 10, f"0x{number + 2}0")
+    workload = read(logs, tmp_path)
+    assert calls_of(workload) == {("all_reduce", "float32", 40, g): 1 for g in groups[:3]}
+    assert all(len(set(sum(row.groups, ()))) == len(sum(row.groups, ())) for row in workload.rows)
+
+
+def test_a_rank_that_two_processes_have_is_no_job(tmp_path):
+    logs = [RankLog(rank, 2) for rank in (0, 1)] + [RankLog(1, 2, host="other")]
+    for log in logs:
+        log.call("AllReduce", 10)
+    with pytest.raises(InputError, match="rank 1 of 2 is there twice"):
+        read(logs, tmp_path)

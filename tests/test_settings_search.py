@@ -280,6 +280,8 @@ def test_rings_of_a_set_share_the_channels_that_one_ring_has(name, channels):
         order = tuple(task.gpus)
         asked = rings_under(task, settings, [order, order[::-1]] * (count // 2) or [order])
         assert {flow.blocks for flow in asked.flows.flows} == blocks
+        (answer,) = task.source.measure([asked.flows])
+        assert asked.rate(answer) == len(asked.rings) * min(answer.gbps)
     searched = []
     told = msgspec.structs.replace(task, ring_counts=(1, 2, 4, 8, 16), reporter=searched.append)
     result = search_under(told, settings, floor=0.0, sets=30)

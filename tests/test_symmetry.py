@@ -4,6 +4,7 @@ import itertools
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -14,7 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tccl_py.model.machine import HiddenLink, Knowledge, PeerAccess
-from tccl_py.model.symmetry import automorphisms, keeping
+from tccl_py.model.rings import bounce, direct_read, direct_write
+from tccl_py.model.symmetry import FlowCodes, automorphisms, keeping, mapping, relabelled
+from tccl_py.model.transfer import Fifo
 from tests.reference_strategies import interchangeable
 from tests.toy import no_symmetry, toy_machine
 
@@ -119,3 +122,23 @@ def test_large_machines_are_quick(count):
 def test_gpus_that_can_change_places_are_of_one_class():
     symmetry = automorphisms(toy_machine(gpus=4, per_switch=2))
     assert interchangeable(symmetry, (0, 1, 2, 3)) == {0: 0, 1: 0, 2: 2, 3: 2}
+
+
+def test_flows_have_one_number_where_their_images_are_the_same_flow_alone():
+    symmetry = automorphisms(toy_machine(gpus=4, numa_nodes=2, per_switch=2))
+    pairs, fifos = [(0, 1), (0, 2), (3, 1)], [None, Fifo(bytes=1 << 20), Fifo(side="sender")]
+    flows = [
+        make(*pair, blocks=blocks, fifo=fifo)
+        for pair in pairs
+        for blocks in (1, 2, None)
+        for fifo in fifos
+        for make in (direct_write, direct_read, partial(bounce, numa=1))
+    ]
+    codes = FlowCodes(symmetry).images(flows, symmetry.elements)
+    flow_of, code_of = {}, {}
+    for row, numbers in zip(symmetry.elements, codes, strict=True):
+        names = mapping(symmetry, row)
+        for flow, code in zip(flows, numbers.tolist(), strict=True):
+            image = relabelled(flow, names)
+            assert flow_of.setdefault(code, image) == image
+            assert code_of.setdefault(image, code) == code

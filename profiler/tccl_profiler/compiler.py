@@ -213,7 +213,11 @@ def _executors(flow: Flow, transport: NicTransport) -> set[str]:
         return {str(flow.source), str(flow.destination)}
     if flow.is_network:
         return {device_of(place) for place in flow.places if place.kind != "C"}
-    return {device_of(part.executor) for part in flow.transfers if not part.uses_copy_engine}
+    moving = [part for part in flow.transfers if not part.uses_copy_engine]
+    if moving and flow.kind == "direct" and flow.blocks is not None:
+        # Both ends of its FIFOs run blocks.
+        return {str(flow.source), str(flow.destination)}
+    return {device_of(part.executor) for part in moving}
 
 
 def _assigned(
