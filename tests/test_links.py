@@ -147,6 +147,9 @@ def check_random_machine(seed):
     proof = judge_links(evidence, jobs_on(machine, granted, broken, bad), machine, host=None)
     assert proof.verdict == (bad if broken else "sound")
     assert {(f.one, f.other) for f in proof.facts if f.state == "broken"} == broken
+    # What a job did counts more than a pair.
+    jobs = {job.verdict for job in proof.by_nccl} - {"sound", "not proven"}
+    assert not jobs or {f.verdict for f in proof.facts if f.state == "broken"} <= jobs
     if not broken:
         assert proof.common == "" == proof.what
         return

@@ -13,6 +13,7 @@ from tccl_py.cli.main import app
 from tccl_py.cli.plan import until_jobs_decide
 from tccl_py.errors import BrokenLinkError, InputError, MeasurementError
 from tccl_py.experiments.target import read_target
+from tccl_py.explanation.explain import explain
 from tccl_py.model.cluster import Cluster, Host, NodeClass
 from tccl_py.model.links import JobProof, Proof
 from tccl_py.model.machine import Knowledge, NvLink
@@ -324,3 +325,10 @@ def test_a_plan_without_p2p_says_what_else_uses_the_links(version, windows):
     assert ("NCCL_WIN_ENABLE=0" in note) == windows
     sound = make_plan(BRIDGED, Knowledge(), MadeUp(0), budget=FEW, version=version)
     assert not any("is not all P2P" in text for text in sound.to_dict()["notices"])
+
+
+def test_an_explanation_measures_nothing_over_a_broken_link():
+    source = Faulty(0, [NEAR])
+    plan = make_plan(BRIDGED, facts_on([NEAR]), source, budget=FEW)
+    explain(plan, source)
+    assert not source.refused

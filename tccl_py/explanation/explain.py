@@ -58,7 +58,7 @@ from tccl_py.sources.bench import bench_for
 MOST_SETS = 200
 MOST_FINDINGS = 4
 _NO_DEFAULT = (
-    "default NCCL's rings are the plan's own, or go over NICs: there is nothing more to say"
+    "default NCCL's rings are the plan's own, go over NICs, or fail: there is nothing more to say"
 )
 _MECHANISMS = ("direct write", "direct read", "bounce")
 _MOST_FLOWS = 6
@@ -376,7 +376,7 @@ def by_mechanism(plan: Plan, flow: Flow, kind: str, *, number: int = 0) -> Flow 
     if direct is not None and (source, target) not in direct:
         return None
     reach = (source, target) if kind == "direct write" else (target, source)
-    if not part.knowledge.can_access(part.machine, *reach):
+    if not part.knowledge.may_use(part.machine, *reach):
         return None
     make = direct_write if kind == "direct write" else direct_read
     return make(source, target, blocks=flow.blocks, fifo=flow.fifo)

@@ -216,7 +216,7 @@ def collapse_patterns(
         near = {ports[gpu] for gpu in below}
         far = {ports[gpu]: gpu for gpu in reversed(gpus) if ports[gpu] not in near}
         pairs = tuple(zip(below, far.values(), strict=False))[:2]
-        if len(pairs) == 2 and all(node.knowledge.can_access(machine, *ends) for ends in pairs):
+        if len(pairs) == 2 and all(node.knowledge.may_use(machine, *ends) for ends in pairs):
             far_ports = {gpu: port for gpu, port in ports.items() if port not in near}
             blocks = chain.hops[0].flow.blocks
             new = transfer_set(direct_write(*ends, blocks=blocks) for ends in pairs)

@@ -102,7 +102,12 @@ def judge_links(
     verdict, what = _verdict(control, others, pairs, faults, doubts)
     proven = {_pair(one.source, one.target) for one in pairs if one.verdict != "not proven"}
     proven |= (working | broken.keys()) - untried
-    facts = [LinkFact(one=a, other=b, state="broken", what=w) for (a, b), w in broken.items()]
+    seen = [job.proof.verdict for job in others if job.bad] or [pair.verdict for pair in pairs]
+    worst = next((bad for bad in _BAD if bad in seen), _BAD[-1])
+    facts = [
+        LinkFact(one=one, other=other, state="broken", what=what, verdict=worst)
+        for (one, other), what in broken.items()
+    ]
     facts += [LinkFact(one=a, other=b, state="not proven", what=harm) for a, b in untried]
     return Proof(
         verdict=verdict,

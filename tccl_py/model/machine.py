@@ -332,6 +332,12 @@ class Knowledge(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 return fact.supported
         return self.peer_access_default or machine.nvlinked(source, target)
 
+    def may_use(self, machine: Machine, source: int, target: int) -> bool:
+        """Return whether a GPU can use another's memory, and plans may use the link."""
+        ends = {source, target}
+        sound = all({fact.one, fact.other} != ends for fact in self.links or ())
+        return sound and self.can_access(machine, source, target)
+
     def assumptions(self, machine: Machine) -> tuple[str, ...]:
         """Return what is assumed of a machine's structure, a sentence for each assumption."""
         nvlinks = (

@@ -328,7 +328,8 @@ def _choice_text(plan: Plan, name: ChoiceName) -> str:
     tried = "tried " if plan.cut_short else ""
     how = {
         "default": "NCCL as it runs here",
-        "large-buffers": f"with {variables}: chunks of send/recv as by default",
+        "large-buffers": f"with {variables}: "
+        + ("the least that runs" if name == plan.control else "chunks of send/recv as by default"),
         "variables": f"with {variables}" if variables else f"no variable {tried}helps",
         "graph": f"with a graph file of {_channels(choice.settings)}"
         + (f" and {variables}" if variables else "")
