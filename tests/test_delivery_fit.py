@@ -15,6 +15,7 @@ from tccl_py.delivery.fit import why_not_fit, why_not_with
 from tccl_py.delivery.job import JobRequest, deliver
 from tccl_py.errors import InputError
 from tccl_py.model.machine import Fingerprint
+from tccl_py.nccl.plugin.index import INDEX_FILE
 from tccl_py.nccl.settings import Settings, environment, export_lines
 from tccl_py.plan.directory import ANY_HOST, machine_file, write_plan
 from tccl_py.plan.results import planned_fingerprint
@@ -248,3 +249,11 @@ def test_a_plan_is_for_jobs_over_its_own_gpus_alone(tmp_path, gpus):
     fits = set(gpus) <= {0, 1, 2}
     assert (given.refused, bool(given.disabled)) == (not fits, not fits), said
     assert fits or (given.variables == {} and "it is for GPUs 0,1,2" in said[-1])
+
+
+@pytest.mark.parametrize("known", [4, 3, 0])
+def test_the_plugin_has_an_index_only_where_uuids_tell_all_gpus(tmp_path, known):
+    plan = msgspec.structs.replace(needing_a_graph(plan_of(SMALL)), simulated=False, assumed=False)
+    uuids = tuple(f"GPU-0000000{gpu}-0000-0000-0000-000000000000" for gpu in range(known))
+    write_plan(plan, tmp_path, fingerprint=msgspec.structs.replace(MEASURED, gpu_uuids=uuids))
+    assert (tmp_path / "nccl" / INDEX_FILE).exists() == (known == 4)

@@ -56,6 +56,27 @@ def test_tables_follow_the_release():
     assert unknown == [12.0, 24.0]
 
 
+@pytest.mark.parametrize(
+    ("first", "before", "fact", "values"),
+    [
+        ("2.21.5", "2.21.4", "max_children", (32, 128)),
+        ("2.24.0", "2.23.99", "crossed", (1, 2)),
+        ("2.25.1", "2.25.0", "max_channels", (16, 32)),
+        ("2.27.3", "2.27.2", "checks_values", (False, True)),
+        ("2.28.3", "2.28.2", "has_cost_model", (False, True)),
+        ("2.29.2", "2.29.1", "channel_bytes", (16384, 32768)),
+        ("2.29.7", "2.29.6", "blackwell_ring_ll128_gbps", (34.5, 40.0)),
+        ("2.30.0", "2.29.99", "rank_overrides_dev", (False, True)),
+        ("2.30.3", "2.30.2", "device_nodes", (False, True)),
+        ("2.30.7", "2.30.6", "nearer_wins", (False, True)),
+        ("2.31.0", "2.30.99", "tuners_lower_channels", (False, True)),
+        ("2.32.0", "2.31.99", "has_rubin", (False, True)),
+    ],
+)
+def test_each_change_is_there_from_its_first_release_on(first, before, fact, values):
+    assert tuple(getattr(version_facts(one), fact) for one in (before, first)) == values
+
+
 @pytest.mark.parametrize("tried", ["", "2.33.1"])
 def test_the_plugin_is_for_releases_from_the_first_with_plugins_to_the_last_that_was_tried(tried):
     works = ["2.28.7", "2.28.9", "2.29.2", "2.30.7", "2.31.0", "2.32", "2.32.3", "2.32.99"]

@@ -141,3 +141,13 @@ def test_the_fifo_of_a_direct_flow_changes_no_rate(name):
         assert str(plain) != str(sized)
         one, other = SIMULATORS[name].measure([plain, sized])
         assert other.gbps == pytest.approx(one.gbps)
+
+
+@pytest.mark.parametrize("blocks", [2, 8, 20])
+@pytest.mark.parametrize("targets", [(1, 2), (1, 2, 3)])
+def test_flows_of_one_gpu_get_no_more_together_than_one_with_all_their_blocks(blocks, targets):
+    source = Simulator(load_bundled("nvswitch-8gpu-8nic"))
+    several = " ".join(f"G0->G0->G{gpu}{{blocks={blocks}}}" for gpu in targets)
+    one = f"G0->G0->G1{{blocks={blocks * len(targets)}}}"
+    (together,), (alone,) = source.measure([several]), source.measure([one])
+    assert together.total_gbps == pytest.approx(alone.total_gbps)
