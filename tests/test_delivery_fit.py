@@ -17,7 +17,7 @@ from tccl_py.errors import InputError
 from tccl_py.model.machine import Fingerprint
 from tccl_py.nccl.plugin.index import INDEX_FILE
 from tccl_py.nccl.settings import Settings, environment, export_lines
-from tccl_py.plan.directory import ANY_HOST, machine_file, write_plan
+from tccl_py.plan.directory import ANY_HOST, machine_file, nccl_files, write_plan
 from tccl_py.plan.results import planned_fingerprint
 from tccl_py.readers.live import GpuFacts
 from tests.cluster_plans import mixed
@@ -257,3 +257,11 @@ def test_the_plugin_has_an_index_only_where_uuids_tell_all_gpus(tmp_path, known)
     uuids = tuple(f"GPU-0000000{gpu}-0000-0000-0000-000000000000" for gpu in range(known))
     write_plan(plan, tmp_path, fingerprint=msgspec.structs.replace(MEASURED, gpu_uuids=uuids))
     assert (tmp_path / "nccl" / INDEX_FILE).exists() == (known == 4)
+
+
+@pytest.mark.parametrize("winner", ["default", "variables", "graph"])
+def test_a_script_names_a_graph_file_only_where_that_is_recommended(tmp_path, winner):
+    plan = msgspec.structs.replace(needing_a_graph(plan_of(SMALL)), winner=winner)
+    script = nccl_files(plan, tmp_path)["env.sh"]
+    assert ("export NCCL_GRAPH_FILE=" in script) == (winner == "graph")
+    assert ("unset NCCL_GRAPH_FILE\n" in script) == (winner != "graph")
