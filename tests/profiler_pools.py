@@ -17,6 +17,7 @@ from tccl_py.model.measurement import TOGETHER, JournalHeader
 from tccl_py.model.transfer import parse_set
 from tccl_py.sources.bench import Bench
 from tccl_py.sources.journal import JournalFile, read_journal
+from tests.skips import needs_idle_cores
 
 LONG_S = 30.0
 """What a busy machine may take for anything."""
@@ -44,6 +45,7 @@ def moving(pool, text, **more):
             (measurement,) = profiler.measure([parse_set(text)])
             if not profiler.notices:
                 return measurement
+    needs_idle_cores()
     raise AssertionError(f"{text} does not move: {profiler.notices}")
 
 

@@ -1,11 +1,16 @@
 """Why a test may be skipped, each reason once: a skip for another one fails (conftest.py)."""
 
+import contextlib
 import os
 import re
 import shutil
+import subprocess
+import sys
 from importlib.util import find_spec
 
 import pytest
+
+from tccl_py.errors import MeasurementError
 
 COMMANDS = (
     *("mpirun", "mpiexec.hydra", "unshare", "nsenter", "setpriv", "ip", "tc", "sysctl", "munged"),
@@ -56,7 +61,7 @@ SAID = (
     r"SLURM here has no PMIx: .*",
     "one network interface: there is no other NIC to name",
     "NVLS works here, which the cost model does not have",
-    "other work has taken the cores",
+    r"needs idle cores: a process gets \d+ % of one",
 )
 """What a test said when it was skipped."""
 
@@ -85,3 +90,39 @@ def is_listed(reason):
     if set(names) <= set(NEEDS):
         return not any(NEEDS[name]() for name in names)
     return any(re.fullmatch(said, reason, re.DOTALL) for said in SAID)
+
+
+_SPIN_S = 0.2
+_SPIN = f"""\
+import time
+end = time.monotonic() + {_SPIN_S}
+begun = time.process_time()
+while time.monotonic() < end:
+    pass
+print(time.process_time() - begun)
+"""
+_IDLE, _MOST_CORES = 0.8, 8
+
+
+def share_of_a_core():
+    """Return the least share of a core that processes get now, of which each core has one."""
+    cores = min(len(os.sched_getaffinity(0)), _MOST_CORES)
+    command = [sys.executable, "-SIc", _SPIN]
+    spins = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(cores)]
+    return min(float(one.communicate()[0]) for one in spins) / _SPIN_S
+
+
+def needs_idle_cores():
+    """Skip the test that runs if other work has the cores now: rates are then those of the work."""
+    if (share := share_of_a_core()) < _IDLE:
+        pytest.skip(f"needs idle cores: a process gets {share:.0%} of one".replace("%", " %"))
+
+
+@contextlib.contextmanager
+def unless_busy():
+    """Let what is measured in the block fail on idle cores alone, and skip the test on others."""
+    try:
+        yield
+    except (AssertionError, MeasurementError):
+        needs_idle_cores()
+        raise

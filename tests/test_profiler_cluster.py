@@ -52,6 +52,7 @@ from tccl_py.model.transfer import parse_set
 from tests.processes import children
 from tests.profiler_clusters import Checked, FakeJob, agent_in_thread, agents_in_processes, pair
 from tests.profiler_pools import measured_or_failed, stopping, workers_of
+from tests.skips import unless_busy
 from tests.toy import toy_machine
 
 # Whether this is a job
@@ -587,11 +588,10 @@ def test_sets_that_span_hosts_are_measured(session):
 def measured_unless_busy(session, text):
     """A set of both hosts, whose workers are more than there may be cores."""
     try:
-        (measurement,) = Checked(session).measure([parse_set(text)])
-    except MeasurementError:
+        with unless_busy():
+            (measurement,) = Checked(session).measure([parse_set(text)])
+    except BaseException:
         session.notices.clear()
-        if os.getloadavg()[0] > len(os.sched_getaffinity(0)):
-            pytest.skip("other work has taken the cores")
         raise
     return measurement
 

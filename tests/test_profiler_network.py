@@ -24,6 +24,7 @@ from tccl_py.model.measurement import faults
 from tccl_py.model.transfer import parse_set
 from tests.profiler_hosts import Hosts, host_pool, step
 from tests.profiler_pools import REPEATS, descriptors, options, shared_mappings, until, workers_of
+from tests.skips import needs_idle_cores
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -74,6 +75,7 @@ def readings(hosts, text, *, check=False, repeats=3):
         found = [sample_of(program, one, timing, to_host) for one in outcomes]
         if all(all(one.gbps) for one in found):
             return found
+    needs_idle_cores()
     raise AssertionError(f"{text} does not move")
 
 

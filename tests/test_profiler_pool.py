@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import statistics
 import time
 
 import numpy as np
@@ -37,6 +38,7 @@ from tests.profiler_pools import (
     shared_mappings,
     workers_of,
 )
+from tests.skips import needs_idle_cores, unless_busy
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -115,14 +117,16 @@ def test_a_set_measured_again_is_about_as_fast(pool):
     def best():
         return max(max(moving(pool, str(BOUNCE)).samples_gbps[0]) for _ in range(3))
 
+    needs_idle_cores()
     first, again = best(), best()
-    # On cores that others use as well, an order of magnitude is all that can be asked.
-    assert 0.1 < first / again < 10
+    with unless_busy():
+        assert 0.1 < first / again < 10
 
 
 def test_flows_of_a_set_run_together(pool):
-    # Other work on the cores keeps a device waiting now and then: one look in many is enough.
-    assert any(moving(pool, BOTH_WAYS).overlap > 0.5 for _ in range(60))
+    needs_idle_cores()
+    with unless_busy():
+        assert statistics.median(moving(pool, BOTH_WAYS).overlap for _ in range(9)) > 0.5
 
 
 def test_a_set_listed_twice_is_measured_twice(profiler):
@@ -214,7 +218,9 @@ def test_a_copy_that_its_lane_has_left_holds_a_repeat_up_for_no_second_window(po
         return time.monotonic() - begun
 
     # The copies of the rest, 375 MiB, take a while too.
-    assert any(window_s < lasting() < 2 * window_s for _ in range(10))
+    needs_idle_cores()
+    with unless_busy():
+        assert window_s < lasting() < 2 * window_s
 
 
 def test_a_copy_without_a_pace_is_refused(pool):
