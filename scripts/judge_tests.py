@@ -122,7 +122,10 @@ def judge(mutant: Mutant, copy: Path) -> tuple[bool, str]:
     """Return whether a mutant is seen, and a line on it."""
     path = copy / mutant.file
     right = path.read_text()
-    path.write_text(mutant.changed(copy))
+    try:
+        path.write_text(mutant.changed(copy))
+    except ValueError as error:
+        return False, f"no longer fits: {error}"
     start = time.monotonic()
     try:
         code, said = run_tests(copy, shlex.split(mutant.tests))

@@ -313,6 +313,19 @@ def test_nodes_of_different_gpu_counts_are_in_one_ring():
     ]
 
 
+def test_default_nccl_is_as_fast_as_on_its_slowest_class_of_hosts():
+    machines = [
+        networked_machine(gpus=2, nics=1, mbps=mbps, name=f"at{mbps}") for mbps in (10_000, 100_000)
+    ]
+    rates = []
+    for hosts in ([machines[0]] * 2, [machines[1]] * 2, machines, machines[::-1]):
+        cluster = cluster_with(hosts)
+        sources = [Simulator(model_for(one.machine)) for one in cluster.classes]
+        rates.append(make_cluster_plan(cluster, sources, budget=SMALL).stock.rate_gbps)
+    assert rates[0] < rates[1]
+    assert rates[2:] == pytest.approx([rates[0]] * 2)
+
+
 def switches(uplink=None):
     return SwitchTree(
         name="top",

@@ -351,3 +351,12 @@ def test_what_an_earlier_search_measured_is_not_measured_again():
     assert (again.sets_measured, again.sets_remembered) == (0, first.sets_measured)
     assert len(source.calls) == first.sets_measured
     assert again.rings == first.rings
+
+
+@pytest.mark.parametrize("hold", [True, False])
+def test_nothing_is_proven_by_a_bound_that_rests_on_an_assumption(hold):
+    source = two_uplinks()
+    source.bounds_hold = hold
+    result = find_rings(problem_for(source, 7))
+    assert result.bound_gbps <= result.rate_gbps * 1.01
+    assert (bool(result.assumptions), result.proven) == (not hold, hold)

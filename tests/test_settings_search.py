@@ -1,24 +1,25 @@
 """The search over settings: NCCL's own choice is its floor, and interruptions keep the best."""
 
 import random
-from itertools import pairwise
+from itertools import pairwise, permutations
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tccl_py.model.machine import Knowledge
+from tccl_py.model.machine import Knowledge, NvLink
 from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.plan.chains import condensed
 from tccl_py.planning.choices import SettingsSearch, as_graph, mechanisms, rated_choices
 from tccl_py.planning.request import Task, rings_under
-from tccl_py.planning.study import CAREFUL, measured_well, search_under
+from tccl_py.planning.study import CAREFUL, bare_copies, measured_well, search_under
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled, model_for
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.bench import Bench
 from tests.fakes import scaled
+from tests.networked import networked_machine
 from tests.planned import FOUR_GPUS, PCIE, SEVERAL_GPUS, SMALL
 from tests.toy import toy_machine
 
@@ -280,6 +281,11 @@ def test_rings_of_a_set_share_the_channels_that_one_ring_has(name, channels):
         order = tuple(task.gpus)
         asked = rings_under(task, settings, [order, order[::-1]] * (count // 2) or [order])
         assert {flow.blocks for flow in asked.flows.flows} == blocks
+        for engine in (True, False):
+            # Copies of a bounce go through as much memory as its FIFOs are.
+            sizes = {flow.buffer for flow in bare_copies(asked, copy_engine=engine).flows}
+            bounces = {flow.fifo for flow in asked.flows.flows if flow.is_bounce}
+            assert sizes == {max(blocks) * fifo.bytes for fifo in bounces} or sizes == {None}
         (answer,) = task.source.measure([asked.flows])
         assert asked.rate(answer) == len(asked.rings) * min(answer.gbps)
     searched = []
@@ -288,3 +294,34 @@ def test_rings_of_a_set_share_the_channels_that_one_ring_has(name, channels):
     assert {one.rings_in_set for one in searched} <= {c for c in (1, 2, 4, 8, 16) if c <= channels}
     rings = result.rings.rings
     assert {flow.blocks for flow in result.rings.flows.flows} == {2 * channels // len(rings)}
+
+
+@pytest.mark.parametrize("mbps", [[25_000], [40_000], [50_000], [25_000, 25_000], [200_000]])
+def test_a_slow_network_gets_no_more_channels_than_it_keeps_busy(mbps):
+    machine = networked_machine(gpus=2, nics=len(mbps), mbps=mbps[0])
+    task = Task(
+        machine=machine,
+        knowledge=Knowledge(),
+        source=Bench(Simulator(model_for(machine))),
+        gpus=machine.gpu_indices,
+        version="2.30",
+        nics=tuple(range(len(mbps))),
+    )
+    assert {kind.channels for kind in mechanisms(task)} == {2 if sum(mbps) < 50_000 else 8}
+
+
+@pytest.mark.parametrize("counts", [(2, 2), (4, 1), (0, 0)])
+def test_links_that_join_two_gpus_make_orders_unlike_and_switches_do_not(counts):
+    near, far = counts
+    machine = toy_machine(gpus=4, per_switch=4)
+    links = tuple(
+        NvLink(source=f"G{a}", target=f"G{b}", count=count)
+        for a, b in permutations(range(4), 2)
+        if (count := near if abs(a - b) % 2 else far)
+    )
+    machine = msgspec.structs.replace(machine, nvlinks=links)
+    task = msgspec.structs.replace(
+        task_for(SMALL), machine=machine, knowledge=Knowledge(), gpus=(0, 1, 2, 3)
+    )
+    assert task.orders_alike(Settings(version="2.30", p2p_level="SYS")) == (near == 0)
+    assert task_for(SMALL).orders_alike(Settings(version="2.30"))

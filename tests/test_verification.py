@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import statistics
 from pathlib import Path
 
 import msgspec
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.experiments.collectives import bus_gbps
-from tccl_py.experiments.comparison import FALSE_RATE, Compared, compare
+from tccl_py.experiments.comparison import FALSE_RATE, Compared, compare, row_seconds
 from tccl_py.experiments.jobs import (
     Arm,
     HostRanks,
@@ -24,7 +25,7 @@ from tccl_py.experiments.jobs import (
 from tccl_py.experiments.plans import run
 from tccl_py.experiments.record import Verification, why_not_verified
 from tccl_py.experiments.rounds import Rounds, RunBudget
-from tccl_py.experiments.spec import JobResult, WrongValue
+from tccl_py.experiments.spec import JobResult, Row, WrongValue, batches
 from tccl_py.experiments.target import read_target
 from tccl_py.experiments.trade_offs import trade_offs
 from tccl_py.experiments.tuning import run_tuning
@@ -648,6 +649,31 @@ def test_a_choice_with_wrong_values_never_wins_a_workload(plan, place, is_wrong)
     found = run_verification(plan, place, dry_run(plan, jobs), budget).workload
     assert found.chosen == ("default" if is_wrong else "graph")
     assert ("graph" in found.choices) != is_wrong
+
+
+@given(
+    st.lists(
+        st.lists(st.lists(st.floats(1e-6, 1.0), max_size=3), min_size=3, max_size=3),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_a_job_is_as_slow_as_its_slowest_ranks_median(times):
+    """Ranks without a part in a row have no times of it."""
+    row = Row(bytes=4096)
+    jobs = [
+        Outcome(
+            results=tuple(
+                JobResult(rank=rank, torch="2", times=(batches(row, seconds),))
+                for rank, seconds in enumerate(ranks)
+            ),
+            log="",
+        )
+        for ranks in times
+    ]
+    medians = [[statistics.median(own) for own in ranks if own] for ranks in times]
+    found = row_seconds(jobs).get(row, ())
+    assert list(found) == [max(own) for own in medians if own]
 
 
 def test_p_values_of_several_arms_are_adjusted_for_all_of_them(boxed, box):
