@@ -197,9 +197,11 @@ def _with_nics(
 
 def _trees_cross(cluster: Cluster, joined: JoinedRings) -> bool:
     """Return whether trees of graph files, which use the entries of chains, would leave rails."""
-    entries = [[(c.entry_nic or 0,) for c in chains] for chains in joined.chains]
-    hosts = [HostChannels(rings=(), trees=tuple(trees)) for trees in entries]
-    return cluster.rails == "only" and any(link.nic != link.far for link in tree_connections(hosts))
+    if cluster.rails == "any":
+        return False
+    entries = (tuple((c.entry_nic or 0,) for c in chains) for chains in joined.chains)
+    hosts = [HostChannels(rings=(), trees=trees) for trees in entries]
+    return any(link.nic != link.far for link in tree_connections(hosts))
 
 
 def _own_choices(cluster: Cluster, nodes: Sequence[ClassRates]) -> tuple[PlanChoice, PlanChoice]:
