@@ -49,6 +49,8 @@ class ForkPath(msgspec.Struct, frozen=True, kw_only=True):
     rate_gbps: float
     transfers: tuple[Transfer, ...]
     ends: tuple[Place, Place] | None = None
+    is_image: bool = False
+    """Whether the machine's symmetry maps GPUs that were searched to these."""
 
 
 class ForkPaths(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,7 +154,7 @@ def chains_of(tables: Sequence[ClassRates]) -> ForkPaths:
     for table, (settings, chain) in ((t, pair) for t in tables for pair in t.all_chains()):
         key = chain.entry_nic, chain.hops[0].flow.blocks or 1, settings.buffsize
         for gpus, names in images(chain.entry_nic, table.gpus).items():
-            path = _path(gpus, _relabelled(chain, names))
+            path = _path(gpus, _relabelled(chain, names), is_image=gpus != table.gpus)
             if path is None or key[1] > FORK_CHANNELS:
                 continue
             group = groups.setdefault(key, {})
@@ -198,7 +200,7 @@ def _flows(plan: Plan, subset: SubsetRings) -> list[Flow]:
     return [hop.flow for hop in ring.hops]
 
 
-def _path(gpus: tuple[int, ...], chain: PlanChain) -> ForkPath | None:
+def _path(gpus: tuple[int, ...], chain: PlanChain, *, is_image: bool) -> ForkPath | None:
     """Return a ring, or a chain through one NIC; None if the fork cannot set up its GPUs."""
     first, *inner, last = (hop.flow.transfers for hop in chain.hops)
     ends: tuple[Place, Place] | None = None
@@ -212,7 +214,8 @@ def _path(gpus: tuple[int, ...], chain: PlanChain) -> ForkPath | None:
     # The fork sets up a GPU by the transfers that name the GPU: one is needed.
     if not transfers or any(typed(transfer) == _COPIED for transfer in transfers):
         return None
-    return ForkPath(gpus=gpus, rate_gbps=chain.rate_gbps, transfers=transfers, ends=ends)
+    rate = chain.rate_gbps
+    return ForkPath(gpus=gpus, rate_gbps=rate, transfers=transfers, ends=ends, is_image=is_image)
 
 
 def numa_ids(machine: Machine) -> dict[int, int]:
@@ -321,6 +324,11 @@ def _notes(plan: Plan, written: ForkPaths, machine: Machine) -> Iterator[str]:
         f"NCCL_BUFFSIZE={written.fifo_bytes}"
     )
     if written.nic is not None:
+        if images := {path.gpus for path in written.paths if path.is_image}:
+            yield (
+                f"{counted(len(images), 'set')} of GPUs have the rates of others, which the "
+                "machine's symmetry maps to them"
+            )
         yield from _missing("chain", plan, written.chains, least=1)
         yield from _missing("ring inside a node", plan, written.rings, least=2)
         if len(machine.nics) > 1:

@@ -324,11 +324,10 @@ def test_chains_of_a_job_share_the_ports_of_its_nics(nics, gbps):
     ports = [msgspec.structs.replace(nic, speed_mbps=int(gbps * 8000)) for nic in machine.nics]
     machine = msgspec.structs.replace(machine, nics=tuple(ports[:nics]))
     pair = cluster_of([HostReport(host=name, machine=machine) for name in "ab"])
-    other = SimpleNamespace(
-        gpus=(0,), plain="", kept=SimpleNamespace(default_settings=Settings(version="2.28"))
-    )
+    other = SimpleNamespace(gpus=(0,), plain="")
     # NCCL has several chains by each NIC of a few: they get no more than the port has.
-    assert bound_of(pair, [machine.gpu_indices], [[other]]) == pytest.approx(nics * gbps)
+    bound = bound_of(pair, [machine.gpu_indices], [[other]], Settings(version="2.28"))
+    assert bound == pytest.approx(nics * gbps)
 
 
 # Of equal hosts all pairs are the same job: the third is of another machine.

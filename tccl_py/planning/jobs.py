@@ -376,7 +376,8 @@ def bound_of(
     """
     bounds = [inf if cluster.switches is None else uplink_limit(cluster.switches, cluster.names)]
     for host, indices, of_class in zip(cluster.classes, gpus, tables, strict=True):
-        rated = [table.plain for table in of_class if table.gpus == indices]
+        equal = [table for table in of_class if table.gpus == indices]
+        rated = [t.plain if settings.cross_nic is None else t.kept.railed for t in equal]
         bounds += [default.rate_gbps for default in rated if isinstance(default, OwnChains)]
         ports = {nic.index: nic.speed_mbps / _MBPS or inf for nic in host.machine.nics}
         chains = _own_choice(host, settings, indices).chains
