@@ -170,6 +170,7 @@ class Plan(Keys, kw_only=True):
     cancelled: bool
     notices: list[str]
     assumptions: Annotated[list[str], says("the assumptions of bound and rates")]
+    limits: Annotated[list[str], says("parts of the machine that limit it before NCCL does")]
     by_size: list[BySize]
     tunings: list[Tuning]
     links: Annotated[Proof | UnsetType, says("the proof by which it was planned")] = UNSET

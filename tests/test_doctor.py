@@ -3,15 +3,16 @@
 import dataclasses
 import os
 import struct
+from collections import Counter
 from importlib import resources
 
 import pytest
 
 from tccl_profiler.watch import GpuConditions
 from tccl_py.files import encode_json
-from tccl_py.health.checks import acs_control
 from tccl_py.health.doctor import examine
 from tccl_py.health.host import DriverState, HostState, rules
+from tccl_py.health.pci import acs_control
 from tccl_py.model.machine import PeerAccess
 from tccl_py.nccl.settings import environment as environment_of
 from tccl_py.nccl_library import InstalledNccl
@@ -79,9 +80,9 @@ def test_a_box_as_it_came_has_everything_wrong(tmp_path):
     assert found(host) == [
         "hang acs [bridges 0000:40:01.1, 0000:42:00.0, 0000:42:01.0] request redirect, completion "
         "redirect",
+        "hang iommu [GPU 0 (0000:43:00.0), GPU 1 (0000:44:00.0)]",
         "hang limits [ulimit -l of this user] 64 MiB",
         "hang settings [/etc/nccl.conf:2]",
-        "slow iommu [GPU 0 (0000:43:00.0), GPU 1 (0000:44:00.0)]",
         "slow links [GPU 1 (0000:44:00.0), below 0000:42:01.0] x8",
         "slow links [the switch at 0000:41:00.0, below 0000:40:01.1] 16 GT/s",
         "slow peers [mlx5_0]",
@@ -217,6 +218,103 @@ def test_what_only_root_sees_is_said_and_what_nobody_sees_is_not_laid_on_the_use
     assert hidden.why.startswith(why)
 
 
+# Translation, slots, BAR1, errors
+
+
+def slots(root, *widths, speed="16.0 GT/s PCIe", kind="identity", card="16"):
+    """GPUs whose slots have these numbers of lanes, below a root port each."""
+    write(root, "sys/kernel/iommu_groups/1/type", f"{kind}\n")
+    for i, width in enumerate(widths, start=1):
+        port = f"0000:00:0{i}.1"
+        names = ("max_link_width", "current_link_width", "max_link_speed", "current_link_speed")
+        for path, best in ((port, width), (f"{port}/0000:0{i}:00.0", card)):
+            lanes = (str(best), str(width), speed, speed)
+            fields = [f"{name}={value}" for name, value in zip(names, lanes, strict=True)]
+            pci(root, path, *(GPU if "/" in path else ("class=0x060400",)), "iommu=1", *fields)
+    return HostState(root=root)
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "severity"),
+    [("DMA", 2, "hang"), ("DMA-FQ", 2, "hang"), ("DMA", 1, "slow"), ("identity", 2, None)],
+)
+def test_translation_alone_hangs_what_gpus_send_each_other(tmp_path, kind, names, severity):
+    host = slots(tmp_path, *[16] * names, kind=kind)
+    assert [one.severity for one in examine(host).findings] == ([severity] if severity else [])
+
+
+def test_translation_slows_alone_where_nvlinks_join_all_gpus(tmp_path):
+    host = slots(tmp_path, 16, 16, kind="DMA")
+    joined = driver(2)
+    gpus = [
+        dataclasses.replace(gpu, bus_id=f"0000:0{gpu.index + 1}:00.0", links={"": 18})
+        for gpu in joined.gpus
+    ]
+    host = dataclasses.replace(host, driver=dataclasses.replace(joined, gpus=tuple(gpus)))
+    assert [one.severity for one in examine(host).findings if one.check == "iommu"] == ["slow"]
+
+
+@pytest.mark.parametrize(
+    ("widths", "held"),
+    [((16, 16, 4), ["GPU 2"]), ((8, 8), []), ((8, 8, 8, 8), []), ((16, 8), ["GPU 1"])],
+)
+def test_a_slot_below_its_siblings_is_named_and_a_board_of_x8_is_not(tmp_path, widths, held):
+    findings = list(examine(slots(tmp_path, *widths)).findings)
+    assert [(one.severity, one.check, one.where) for one in findings] == [
+        ("slow", "hardware", where) for where in held
+    ]
+    if widths == (16, 16, 4):
+        assert "has 4 lanes of 16 GT/s (7.9 GB/s)" in findings[0].what
+        assert "GPUs 0, 1 alone get" in findings[0].what
+        assert "CUDA_VISIBLE_DEVICES=0,1" in findings[0].fix
+
+
+def test_gpus_at_the_chipset_are_named(tmp_path):
+    pci(tmp_path, "0000:00:1c.4", "vendor=0x8086", "class=0x060400")
+    pci(tmp_path, "0000:00:1c.4/0000:03:00.0", *GPU)
+    assert found(HostState(root=tmp_path)) == ["slow hardware [GPU 0 (0000:03:00.0)]"]
+
+
+@pytest.mark.parametrize(
+    ("bar1", "options", "found"),
+    [(28, "ForceP2P=0x11", 2), (28, "ForceP2P=0", 0), (28, "", 0), (35, "ForceP2P=0x11", 0)],
+)
+def test_a_small_bar1_hangs_p2p_that_goes_through_it(tmp_path, bar1, options, found):
+    host = slots(tmp_path, 16, 16)
+    text = f"0x{0xFA << 24:016x} 0x{0xFB << 24:016x} 0x40200\n"
+    text += f"0x{1 << 40:016x} 0x{(1 << 40) + (1 << bar1) - 1:016x} 0x14220c\n"
+    for i in (1, 2):
+        write(tmp_path, f"sys/bus/pci/devices/0000:0{i}:00.0/resource", text)
+    write(tmp_path, "proc/driver/nvidia/params", f'RegistryDwords: "{options}"\n')
+    findings = [one for one in examine(host).findings if one.check == "BAR1"]
+    assert [(one.severity, one.measured) for one in findings] == [("hang", "256 MiB")] * found
+
+
+def test_errors_that_become_more_are_told_and_a_few_repeats_are_not(tmp_path):
+    host = slots(tmp_path, 16, 16)
+    place = "sys/bus/pci/devices/0000:02:00.0/aer_dev_correctable"
+    write(tmp_path, place, "RxErr 7\nTOTAL_ERR_COR 7\n")
+    assert found(host) == []
+    earlier = {"0000:02:00.0": Counter({"correctable errors of PCIe": 5})}
+    (finding,) = examine(dataclasses.replace(host, earlier_errors=earlier)).findings
+    assert (finding.severity, finding.where) == ("slow", "GPU 1 (0000:02:00.0)")
+    assert finding.measured == "correctable errors of PCIe: 7; 2 more while this ran"
+
+
+@pytest.mark.parametrize(
+    ("version", "sm", "count"),
+    [
+        ("2.26.2", 120, 1), ("2.26.2", 90, 0), ("2.25.1", 120, 2), ("2.25.1", 90, 1),
+        ("2.21.5", 120, 1), ("2.26.5", 120, 0), ("2.28.9", 120, 0),
+    ],
+)  # fmt: skip
+def test_releases_of_nccl_that_fail_on_a_gpu_are_named(tmp_path, version, sm, count):
+    gpus = tuple(dataclasses.replace(gpu, sm=sm) for gpu in driver(1).gpus)
+    nccl = (InstalledNccl(version=version, source="torch"),)
+    host = HostState(root=tmp_path, driver=DriverState(gpus=gpus), nccl=nccl)
+    assert [one.severity for one in examine(host).findings].count("hang") == count
+
+
 # The driver
 
 
@@ -277,6 +375,14 @@ def test_the_environment_comes_before_the_file(tmp_path):
     assert settings(tmp_path, "NCCL_ALGO=Tree\n") == [
         ("slow", "NCCL_ALGO=Tree", "/etc/nccl.conf:1")
     ]
+
+
+@pytest.mark.parametrize("level", ["LOC", "0"])
+def test_a_level_that_disables_p2p_is_told_as_that(tmp_path, level):
+    write(tmp_path, "etc/nccl.conf", f"NCCL_P2P_LEVEL={level}\n")
+    (finding,) = examine(HostState(root=tmp_path)).findings
+    assert (finding.severity, finding.what) == ("slow", f"NCCL_P2P_LEVEL={level} disables P2P")
+    assert finding.fix.startswith("only if nobody set it against hangs")
 
 
 @pytest.mark.parametrize(("name", "careful"), [("NCCL_P2P_DISABLE", True), ("NCCL_ALGO", False)])
@@ -374,6 +480,10 @@ def test_ll128_is_nccls_own_affair_where_nvlink_joins_all_gpus(tmp_path):
         ("ForceP2P=0x11; RMPcieP2PType=2", ["note /ForceP2P=0x11; RMPcieP2PType=2"]),
         ("ForceP2P=0x1", ["slow /ForceP2P=0x1"]),
         ("ForceP2P=529", ["note /ForceP2P=529"]),
+        (
+            "RMForceStaticBar1=1;PeerMappingOverride=1",
+            ["note /RMForceStaticBar1=1; PeerMappingOverride=1"],
+        ),
     ],
 )
 def test_options_of_the_driver_that_decide_on_p2p_are_told(tmp_path, options, findings):
@@ -582,7 +692,8 @@ def test_every_rule_is_used_and_says_who_says_so():
     sources = [path.read_text() for path in folder.iterdir() if path.name.endswith(".py")]
     for name, rule in rules().items():
         assert rule.source
-        assert name.startswith("NCCL_") or any(f'"{name}"' in text for text in sources), name
+        known = rule.releases or name.startswith("NCCL_")
+        assert known or any(f'"{name}"' in text for text in sources), name
 
 
 # Functions with a subnet for each

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import msgspec
 
-from tccl_py.health.checks import device_errors
 from tccl_py.health.host import DriverState, HostState
 from tccl_py.health.links import judge_links, pcie_p2p_may_harm
+from tccl_py.health.pci import device_errors
 from tccl_py.model.links import JobProof, PairProof
 from tccl_py.model.machine import Gpu, Knowledge, Machine, NumaNode, PciBridge, PeerAccess
 from tccl_py.nccl.settings import settings_from_environment
@@ -287,7 +287,7 @@ def test_a_cause_is_what_concerns_the_broken_pairs_and_no_others(tmp_path):
     over = {pair for pair in ALL if 0 in pair}
     proof = judged(over, host=host)
     assert proof.common == "GPU 0"
-    assert "fatal errors of PCIe since boot: 2" in proof.causes[0]
+    assert "fatal errors of PCIe: 2" in proof.causes[0]
     proof = judged({(2, 3)}, host=recorded("clean", tmp_path / "clean"))
     assert proof.causes == ("nothing that the host shows explains it",)
 

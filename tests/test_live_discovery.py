@@ -87,6 +87,16 @@ class FakeNvml:
     def nvmlDeviceGetName(self, gpu: FakeGpu) -> str:  # noqa: N802
         return gpu.name
 
+    def nvmlDeviceGetMemoryInfo(self, gpu: FakeGpu) -> SimpleNamespace:  # noqa: N802
+        return SimpleNamespace(total=24 << 30)
+
+    def nvmlDeviceGetPcieReplayCounter(self, gpu: FakeGpu) -> int:  # noqa: N802
+        raise NvmlError(NOT_SUPPORTED)
+
+    def nvmlDeviceGetNvLinkErrorCounter(self, gpu: FakeGpu, link: int, kind: int) -> int:  # noqa: N802
+        self._link(gpu, link)
+        return 2 * (kind == 1)
+
     def _link(self, gpu: FakeGpu, link: int) -> tuple[str, int | None]:
         if link >= len(gpu.links):
             raise NvmlError(NOT_SUPPORTED)

@@ -16,9 +16,10 @@ from rich.console import Console
 
 from tccl_py.cli import options
 from tccl_py.cli.options import advanced, arg, flag, in_range, refuse
-from tccl_py.cli.output import GOOD, grid, print_table, results
+from tccl_py.cli.output import DOUBT, GOOD, grid, print_table, results
 from tccl_py.cli.process import ANSWER_IS_NO, check_result_file, notice, print_json, write_result
 from tccl_py.errors import InputError, TcclError
+from tccl_py.explanation.hardware import limit_sentences
 from tccl_py.plan.chains import WORLD, PlanChain
 from tccl_py.plan.load import is_directory, load_plan
 from tccl_py.plan.plan import Plan
@@ -158,7 +159,8 @@ def print_plan_json(plan: Plan, directory: Path, workload: Communication | None 
 
     links = ProvenLinks.load(directory) if is_directory(directory) else None
     tunings = [tuning_json(tuning) for tuning in load_sizes(directory)]
-    more: dict[str, object] = {} if links is None else {"links": links.proof}
+    more: dict[str, object] = {"limits": list(limit_sentences(plan))}
+    more |= {} if links is None else {"links": links.proof}
     more |= {} if workload is None else {"workload": workload}
     if (directory / Verification.FILE).exists():
         with suppress(InputError):
@@ -169,6 +171,8 @@ def print_plan_json(plan: Plan, directory: Path, workload: Communication | None 
 
 def print_plan(plan: Plan, console: Console) -> None:
     """Print rings, rates, bound, settings and the comparison with default NCCL."""
+    for text in limit_sentences(plan):
+        console.print(f"First: {text}", style=DOUBT)
     console.print(f"Plan for {planned_gpus(plan)}: {plan.provenance}")
     console.print(plan.advice, style=GOOD)
     if len(plan.cluster.classes) > 1:

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from tccl_py.errors import counted
+from tccl_py.explanation.hardware import limit_sentences
 from tccl_py.health.doctor import Diagnosis
 from tccl_py.model.links import Proof
 from tccl_py.model.rings import neighbours
@@ -19,7 +20,7 @@ from tccl_py.nccl.versions import unchecked
 from tccl_py.nccl.view import view
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.size_choices import size_json, size_notes
-from tccl_py.plan.text import assumptions, p2p_note, unrated_text
+from tccl_py.plan.text import assumptions, doctor_first, p2p_note, unrated_text
 from tccl_py.planning.opening import Subject
 from tccl_py.planning.request import DEFAULT_BUDGET, PlanRequest
 from tccl_py.simulator.descriptions import usual_gts
@@ -27,6 +28,7 @@ from tccl_py.simulator.model import gpu_names, provenances_text
 
 SECONDS = 40.0
 """Seconds after which a search gives its best: an answer within a minute."""
+_PROBLEMS = 2
 _MECHANISMS = {"NET": "over the network", "SHM": "through host memory"}
 _PLAN_FIRST = "tccl plan my-plan && tccl verify my-plan"
 
@@ -37,6 +39,7 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     `by_size` are NCCL's choices by message size, and `poor` says why some of them are poor.
     """
 
+    limits: tuple[str, ...]
     machine: str
     default: str
     default_gbps: float | None
@@ -58,11 +61,17 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yield a name and a text for each line."""
+        hangs = [text for text in self.problems if text.startswith("HANG")]
+        # Where something hangs nothing else is tried before.
+        for text in hangs[:_PROBLEMS]:
+            yield "Fix first", text
+        for text in self.limits:
+            yield "Hardware", text
         yield "Machine", self.machine
         yield "NCCL now", self.default
         for text in self.poor:
             yield "Note", text
-        yield "Try first", self.advice
+        yield "Then try" if hangs else "Try first", self.advice
         if self.gain is not None and self.rate_gbps is not None and self.gain != 1:
             rates = f"{self.rate_gbps:.1f} in place of {self.default_gbps or 0:.1f} GB/s"
             yield "Gain", f"{self.gain:.2f}x: {rates}"
@@ -71,7 +80,7 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
         yield "How sure", self.sure
         for text in self.assumptions:
             yield "Assumed", text
-        for text in self.problems[:2]:
+        for text in self.problems[len(hangs) : _PROBLEMS]:
             yield "Fix first", text
         yield "Next", self.following
 
@@ -87,8 +96,10 @@ def advice_by(plan: Plan, subject: Subject, diagnosis: Diagnosis | None = None) 
     chosen = plan.choices[plan.recommended]
     findings = diagnosis.findings if diagnosis is not None else ()
     links = None if diagnosis is None else diagnosis.links
-    problems = [finding for finding in findings if finding.severity != "note"]
+    # The plan's machine has them too.
+    problems = [one for one in findings if one.severity != "note" and one.check != "hardware"]
     return Advice(
+        limits=tuple(limit_sentences(plan)),
         machine=_machine_words(plan),
         default=_default_words(plan),
         default_gbps=plan.choices["default"].rate_gbps,
@@ -104,7 +115,9 @@ def advice_by(plan: Plan, subject: Subject, diagnosis: Diagnosis | None = None) 
         poor=(*size_notes(plan), *filter(None, [p2p_note(plan)])),
         assumptions=(*assumptions(plan), *filter(None, [unchecked(plan.settings.version)])),
         problems=tuple(f"{bad.severity.upper()} {bad.what}; {bad.fix}" for bad in problems),
-        following=_PLAN_FIRST if not plan.simulated else f"on the machine: {_PLAN_FIRST}",
+        following=f"{doctor_first(plan) or 'on the machine'}: {_PLAN_FIRST}"
+        if plan.simulated
+        else _PLAN_FIRST,
         links=links or msgspec.UNSET,
     )
 

@@ -1,163 +1,22 @@
-"""Checks of hardware and system: PCIe links, ACS, IOMMU, P2P, GPUs, memory, limits, NUMA nodes."""
+"""Checks of a host: P2P, GPUs, memory, limits, NUMA nodes; the table of all of hosts."""
 
 from __future__ import annotations
 
 import re
-import struct
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from itertools import product
 
-from tccl_py.health.host import Defect, HostState, Results, Unseen, defect, listed
-from tccl_py.model.machine import Fingerprint, Machine, PciLink
-from tccl_py.readers.sysfs import normal_bus_id
+from tccl_py.health.host import Defect, HostState, Results, Unseen, defect, listed, mib
+from tccl_py.health.pci import (
+    check_acs,
+    check_bar1,
+    check_errors,
+    check_hardware,
+    check_iommu,
+    check_links,
+    driver_options,
+)
 
-_UNPRIVILEGED, _EXTENDED, _LENGTH = 0x40, 0x100, 4096
-_ACS = 0x000D
-_REDIRECTS = {0x04: "request redirect", 0x08: "completion redirect", 0x20: "egress control"}
-"""Bits of the ACS control register: PCI Express 5.0, 7.7.8.3."""
-_MOST_CAPABILITIES = (_LENGTH - _EXTENDED) // 8
-
-
-def acs_control(config: bytes) -> int | None:
-    """Return the ACS control register in a configuration space; 0 without ACS.
-
-    None if the extended part is missing, as for all users but root, or is damaged.
-    """
-    if len(config) <= _EXTENDED:
-        # All 256 bytes and no more is a device on conventional PCI, as virtual machines have.
-        return 0 if len(config) == _EXTENDED else None
-    at = _EXTENDED
-    for _ in range(_MOST_CAPABILITIES):
-        if at + 8 > len(config):
-            return None
-        header, _, control = struct.unpack_from("<IHH", config, at)
-        if header == 0xFFFFFFFF:
-            return None
-        if header & 0xFFFF == _ACS:
-            return int(control)
-        # Offsets are multiples of four; 0, here or in an empty list, ends it.
-        at = header >> 20 & 0xFFC
-        if at < _EXTENDED:
-            return 0
-    return None
-
-
-def redirecting_ports(host: HostState) -> tuple[dict[str, int], dict[str, list[str]]]:
-    """Return the ACS bits of bridges that redirect GPUs' traffic, and by reason those not seen."""
-    redirecting: dict[str, int] = {}
-    hidden: dict[str, list[str]] = {}
-    for port in dict.fromkeys(port for gpu in host.gpus for port in host.ports_above(gpu)):
-        config = host.data(f"sys/bus/pci/devices/{port}/config", limit=_LENGTH)
-        control = acs_control(config or b"")
-        if control is None:
-            why = "this system does not show all"
-            if config is not None and len(config) == _UNPRIVILEGED:
-                # Linux shows users without CAP_SYS_ADMIN, as root in a container, 64 bytes.
-                why = "only root may read all"
-                if host.by_root:
-                    why = "this container or virtual machine shows root 64 bytes"
-            hidden.setdefault(f"{why} of a bridge's configuration", []).append(port)
-        elif control & sum(_REDIRECTS):
-            redirecting[port] = control
-    return redirecting, hidden
-
-
-def check_acs(host: HostState) -> Results:
-    """Find bridges above GPUs that redirect peer traffic to the CPU."""
-    redirecting, hidden = redirecting_ports(host)
-    for why, of in hidden.items():
-        yield Unseen(what=f"ACS of the bridges {listed(of)}", why=why)
-    if redirecting and len(host.gpus) + len(host.rdma_nics()) > 1:
-        hangs = translating(host) is not False
-        stops = ", and any two of them through its IOMMU, which may hang them" if hangs else ""
-        present = [
-            name for bit, name in _REDIRECTS.items() if any(c & bit for c in redirecting.values())
-        ]
-        yield defect(
-            "redirecting",
-            f"bridges {listed(list(redirecting))}",
-            severity="hang" if hangs else None,
-            measured=", ".join(present),
-            expected="no redirection",
-            effect=stops,
-            fix="; ".join(f"setpci -s {port} ECAP_ACS+0x6.w=0000" for port in redirecting)
-            + " (as root, after each boot; not on a hypervisor, whose guests need ACS)",
-        )
-
-
-def translating(host: HostState) -> bool | None:
-    """Return whether an IOMMU translates GPUs' addresses; None if unknown."""
-    if types := [kind for gpu in host.gpus if (kind := _group_type(host, gpu))]:
-        return any(kind.startswith("DMA") for kind in types)
-    if not host.entries("sys/class/iommu"):
-        return False if host.has("sys/bus/pci/devices") else None
-    return None
-
-
-def _group_type(host: HostState, bus_id: str) -> str:
-    link = host.real(f"sys/bus/pci/devices/{bus_id}/iommu_group")
-    return host.text(f"sys/kernel/iommu_groups/{link.name}/type") if link else ""
-
-
-def check_iommu(host: HostState) -> Results:
-    """Find an IOMMU that translates GPUs' addresses."""
-    state = translating(host)
-    if state:
-        gpus = [gpu for gpu in host.gpus if _group_type(host, gpu).startswith("DMA")]
-        yield defect("translating", listed([host.gpu_name(gpu) for gpu in gpus]))
-    elif state is None and host.gpus and "iommu=pt" not in host.text("proc/cmdline").split():
-        why = "/sys/kernel/iommu_groups does not tell; `dmesg | grep -i iommu` does"
-        yield Unseen(what="whether the IOMMU translates the addresses of GPUs", why=why)
-
-
-def check_links(host: HostState) -> Results:
-    """Find links of GPUs, and of switches above GPUs, with low width or speed."""
-    for gpu in host.gpus:
-        above = host.ports_above(gpu)
-        if above:
-            who = f"{host.gpu_name(gpu)}, below {above[-1]}"
-            yield from _width(host, gpu, above[-1], who)
-            gpu_speed, slot = (host.pci_link(end, "max").speed_gts for end in (gpu, above[-1]))
-            if slot is not None and gpu_speed is not None and slot < gpu_speed:
-                yield defect("slot", who, measured=f"{slot:g} GT/s", expected=f"{gpu_speed:g} GT/s")
-    # A root port, then a switch's two ports each: the links above upstream ports are cables or
-    # lanes, those between the two ports of one switch are inside the chip.
-    chains = [host.ports_above(gpu) for gpu in host.gpus]
-    uplinks = {chain[at]: chain[at - 1] for chain in chains for at in range(1, len(chain) - 1, 2)}
-    for switch, port in uplinks.items():
-        who = f"the switch at {switch}, below {port}"
-        yield from _width(host, switch, port, who)
-        speed = host.pci_link(switch, "current").speed_gts
-        speeds = [host.pci_link(end, "max").speed_gts for end in (switch, port)]
-        best = min(filter(None, speeds), default=0.0)
-        if speed is not None and speed < best:
-            yield defect("slow-uplink", who, measured=f"{speed:g} GT/s", expected=f"{best:g} GT/s")
-    if any(host.pci(gpu, "current_link_speed") for gpu in host.gpus):
-        yield Unseen(
-            what="the PCIe generation of GPUs under load",
-            why="idle GPUs lower it to save power; `tccl measure` says so if it stays low",
-        )
-
-
-def _width(host: HostState, device: str, above: str, who: str) -> Iterator[Defect]:
-    width = host.pci_link(device, "current").width
-    widths = [host.pci_link(end, "max").width for end in (device, above)]
-    best = min(filter(None, widths), default=0)
-    if width is not None and width < best:
-        why = f"the link carries {width}/{best} of its best, in every ring"
-        yield defect("narrow", who, measured=f"x{width}", expected=f"x{best}", why=why)
-
-
-def links_now(machine: Machine, fingerprint: Fingerprint, host: HostState) -> dict[str, PciLink]:
-    """Return the present PCIe links of a machine's devices; none on another host."""
-    uuids = fingerprint.uuids(machine)
-    for gpu in machine.gpus:
-        text = host.text(f"proc/driver/nvidia/gpus/{gpu.bus_id}/information")
-        if not uuids.get(gpu.index) or uuids[gpu.index] not in text:
-            return {}
-    links = {device.id: host.pci_link(device.bus_id, "current") for device in machine.pci_devices}
-    return {device: link for device, link in links.items() if link.speed_gts and link.width}
+_NO_HMM = "sys/module/nvidia_uvm/parameters/uvm_disable_hmm"
 
 
 def check_peers(host: HostState) -> Results:
@@ -179,75 +38,6 @@ def check_peers(host: HostState) -> Results:
     nics = host.rdma_nics()
     if nics and host.gpus and not host.offers_gpu_memory():
         yield defect("no-peermem", listed(nics))
-
-
-_PARAMS = "proc/driver/nvidia/params"
-_NO_HMM = "sys/module/nvidia_uvm/parameters/uvm_disable_hmm"
-_REGISTRY = re.compile(r'^RegistryDwords: "(.*)"$', re.MULTILINE)
-_P2P = re.compile("p2p|staticbar1|peermappingoverride")
-
-
-def driver_options(host: HostState) -> Iterator[Defect]:
-    """Find options of the driver's modules that decide on P2P."""
-    if len(host.gpus) < 2:
-        return
-    match = _REGISTRY.search(host.text(_PARAMS))
-    entries = [entry.strip() for entry in (match[1] if match else "").split(";")]
-    names = [entry.partition("=")[0].lower() for entry in entries]
-    options = [entry for entry, name in zip(entries, names, strict=True) if _P2P.search(name)]
-    if options:
-        name = "p2p-disabled" if any(map(_disables_p2p, options)) else "p2p-options"
-        yield defect(name, f"/{_PARAMS}", measured="; ".join(options)[:200])
-
-
-_AER = ("correctable", "nonfatal", "fatal")
-_LOGGED = re.compile(
-    r"NVRM: (?P<xid>Xid) \(PCI:(?P<gpu>[0-9a-fA-F:.]{7,16})\): (?P<code>[0-9]{1,3})\b"
-    r"|(?P<fault>AMD-Vi|DMAR)\b.{1,80}?(?:device[= ]|\[)(?P<device>[0-9a-f:]{5,13}\.[0-7])\b",
-    re.ASCII,
-)
-_FEW = 100
-_XIDS = (48, 61, 62, 64, 74, 79, 95, 119, 120)
-"""The GPU, its memory, its NVLinks or its place on the bus failed, and no program's fault."""
-
-
-def device_errors(host: HostState) -> dict[str, str]:
-    """Return what counters of AER and the kernel's log say of GPUs and the bridges above them."""
-    ports = dict.fromkeys(port for gpu in host.gpus for port in (*host.ports_above(gpu), gpu))
-    errors: dict[str, Counter[str]] = {port: Counter() for port in ports}
-    for port, kind in product(ports, _AER):
-        text = host.pci(port, f"aer_dev_{kind}")
-        total = re.search(r"^TOTAL_ERR_\w+ ([0-9]{1,18})$", text, re.ASCII | re.MULTILINE)
-        errors[port][f"{kind} errors of PCIe since boot"] = int(total[1]) if total else 0
-    for match in _LOGGED.finditer(host.kernel_log()):
-        # Domain 0 goes without saying; a line on a Xid has no function.
-        text = match["gpu"] or match["device"]
-        text = f"{text}.0" if match["xid"] and "." not in text else text
-        bus_id = normal_bus_id(text if text.count(":") > 1 else f"0:{text}") or ""
-        if bus_id in errors and match["fault"]:
-            errors[bus_id][f"faults of the IOMMU ({match['fault']})"] += 1
-        elif bus_id in errors and int(match["code"]) in _XIDS:
-            errors[bus_id][f"Xid {match['code']}"] += 1
-    # Correctable errors are repeated by the link itself, a few are no fault.
-    return {
-        port: listed([f"{name}: {count}" for name, count in counts.items() if count])
-        for port, counts in errors.items()
-        if any(count > (_FEW if "correctable" in name else 0) for name, count in counts.items())
-    }
-
-
-def check_errors(host: HostState) -> Results:
-    """Find GPUs and bridges whose errors the kernel has counted or logged."""
-    for device, text in device_errors(host).items():
-        where = host.gpu_name(device) if device in host.gpus else f"the bridge {device}"
-        yield defect("errors", where, measured=text)
-
-
-def _disables_p2p(option: str) -> bool:
-    """Return whether ForceP2P forbids reads (bits 0 and 1) or writes (bits 4 and 5)."""
-    match = re.fullmatch(r"ForceP2P=(0x[0-9a-f]{1,8}|[0-9]{1,10})", option, re.I | re.ASCII)
-    bits = int(match[1], 16 if "x" in match[1].lower() else 10) if match else 0x22
-    return not bits & 0x03 or not bits & 0x30
 
 
 def check_gpus(host: HostState) -> Results:
@@ -289,10 +79,6 @@ _UNIT = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3}
 _LIMITS = "proc/self/limits"
 
 
-def _mib(count: int) -> str:
-    return f"{count / 1024**2:,.6g} MiB"
-
-
 def check_shared_memory(host: HostState) -> Results:
     """Check the size and the free space of /dev/shm."""
     size = shared_memory_size(host)
@@ -302,19 +88,19 @@ def check_shared_memory(host: HostState) -> Results:
     gpus = max(len(host.gpus), 2)
     needed = gpus * _CHANNELS * _PATTERNS * _BUFFERS
     why = (
-        f"a communicator over {gpus} GPUs needs up to {_mib(needed)} for hops through host memory, "
+        f"a communicator over {gpus} GPUs needs up to {mib(needed)} for hops through host memory, "
         "or NCCL fails to start"
     )
-    expected = f"at least {_mib(needed)}"
+    expected = f"at least {mib(needed)}"
     if size < needed:
         fix = "mount -o remount,size=50% /dev/shm (as root)"
         if host.container:
             fix = "docker run --shm-size=1g ... (Kubernetes: an emptyDir of medium Memory)"
         yield defect(
-            "small-shm", "/dev/shm", measured=_mib(size), expected=expected, why=why, fix=fix
+            "small-shm", "/dev/shm", measured=mib(size), expected=expected, why=why, fix=fix
         )
     elif host.shm_free is not None and host.shm_free < needed:
-        measured = f"{_mib(host.shm_free)} of {_mib(size)} free"
+        measured = f"{mib(host.shm_free)} of {mib(size)} free"
         yield defect("full-shm", "/dev/shm", measured=measured, expected=expected, why=why)
 
 
@@ -341,7 +127,7 @@ def check_limits(host: HostState) -> Results:
     locked = _limit(limits, "Max locked memory")
     if locked is not None:
         nics = host.rdma_nics()
-        changes = {"measured": _mib(locked), "expected": "unlimited"}
+        changes = {"measured": mib(locked), "expected": "unlimited"}
         if nics:
             changes["why"] = f"NCCL fails to start: the NICs {listed(nics)} need locked memory"
         if host.container:
@@ -350,9 +136,7 @@ def check_limits(host: HostState) -> Results:
         yield defect("locked", where, severity="hang" if nics else None, **changes)
     mapped = _limit(limits, "Max address space")
     if mapped is not None:
-        yield defect(
-            "mapped", "ulimit -v of this user", measured=_mib(mapped), expected="unlimited"
-        )
+        yield defect("mapped", "ulimit -v of this user", measured=mib(mapped), expected="unlimited")
 
 
 def _limit(limits: str, name: str) -> int | None:
@@ -431,6 +215,8 @@ HOST_CHECKS: Mapping[str, Callable[[HostState], Results]] = {
     "acs": check_acs,
     "iommu": check_iommu,
     "links": check_links,
+    "hardware": check_hardware,
+    "BAR1": check_bar1,
     "peers": check_peers,
     "errors": check_errors,
     "gpus": check_gpus,

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import msgspec
@@ -33,12 +34,13 @@ from tccl_py.health.host import (
     rules,
 )
 from tccl_py.health.network import check_network, unfit_interfaces, unfit_nics
+from tccl_py.health.pci import error_counts
 from tccl_py.health.plugin import check_plugin
 from tccl_py.model.links import Proof, ProofVerdict
 from tccl_py.nccl.asked import ring_words
-from tccl_py.nccl.settings import GRAPH_VARIABLE
+from tccl_py.nccl.settings import GRAPH_VARIABLE, settings_from_environment
 from tccl_py.nccl.variables import similar_name
-from tccl_py.nccl.versions import unchecked, version_facts
+from tccl_py.nccl.versions import release, unchecked, version_facts
 from tccl_py.nccl_conf import ConfLine
 from tccl_py.nccl_library import installed_nccls
 from tccl_py.readers.live import driver_facts
@@ -66,6 +68,7 @@ def this_host() -> HostState:
     except (InputError, MeasurementError) as error:
         unseen = error.what if isinstance(error, InputError) else str(error)
         driver = replace(driver, unseen=unseen)
+    earlier = error_counts(replace(files_of_this_host(), driver=driver))
     return replace(
         files_of_this_host(),
         driver=driver,
@@ -73,6 +76,7 @@ def this_host() -> HostState:
         nccl=tuple(installed_nccls()),
         by_root=os.geteuid() == 0,
         log=_kernel_log(),
+        earlier_errors=earlier,
     )
 
 
@@ -93,9 +97,10 @@ def check_settings(host: HostState) -> Results:
             yield defect("misread", line.where, what=f"NCCL has no {name}", fix=f"write {meant}")
     for name, check in _CHECKED_VALUES.items():
         if name in variables and (fields := check(host, variables[name].value)):
-            line = variables.pop(name)
+            line, rule = variables.pop(name), fields.pop("rule")
             fault = f"{name}={cut(line.value)} {fields.pop('what')}"
-            yield defect(fields.pop("rule"), line.where, what=fault, fix=_undo(line), **fields)
+            fix = _CONDITION * rules()[rule].workaround + _undo(line)
+            yield defect(rule, line.where, what=fault, fix=fix, **fields)
     yield from _pinned_functions(host, variables)
     graph = variables.get(GRAPH_VARIABLE)
     if graph is not None and graph.value:
@@ -164,12 +169,18 @@ def _unfit_protocol(host: HostState, value: str) -> dict[str, Any]:
     return {"rule": "forced-ll128", "what": fault} if forced and separate else {}
 
 
+def _no_p2p(_: HostState, value: str) -> dict[str, Any]:
+    disables = settings_from_environment({"NCCL_P2P_LEVEL": value}).p2p_level == "LOC"
+    return {"rule": "NCCL_P2P_DISABLE", "what": "disables P2P"} if disables else {}
+
+
 _CHECKED_VALUES: Mapping[str, Callable[[HostState, str], dict[str, Any]]] = {
     GRAPH_VARIABLE: _unfit_graph,
     "NCCL_TOPO_FILE": _unfit_topology,
     "NCCL_IB_HCA": unfit_nics,
     "NCCL_SOCKET_IFNAME": unfit_interfaces,
     "NCCL_PROTO": _unfit_protocol,
+    "NCCL_P2P_LEVEL": _no_p2p,
 }
 
 
@@ -203,6 +214,12 @@ def check_nccl(host: HostState) -> Results:
         yield Unseen(what="the NCCL of jobs", why="none was found; `tccl plan --nccl` names one")
     if not host.nccl:
         return
+    sms = {gpu.sm for gpu in host.driver.gpus}
+    for nccl, (name, rule) in product(host.nccl, rules().items()):
+        if rule.releases and rule.sm in (None, *sms):
+            low, high = map(release, rule.releases)
+            if low <= release(nccl.version) <= high:
+                yield defect(name, nccl.source, measured=f"NCCL {nccl.version}")
     first, *further = host.nccl
     facts = filter(None, (f"NCCL {first.version} is installed", unchecked(first.version)))
     yield defect("version", first.source, what="; ".join(facts))

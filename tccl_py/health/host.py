@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -72,6 +73,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """A kind of defect, or a variable that changes a plan: the parts of every finding of it.
 
     `harmless` is the value of a variable without effect; it can be a `workaround` for a fault.
+    `releases` of NCCL, the first and the last, have the defect, on GPUs of `sm` alone if given.
     """
 
     severity: Severity
@@ -81,6 +83,8 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     fix: str = ""
     harmless: str = ""
     workaround: bool = False
+    releases: tuple[str, str] | None = None
+    sm: int | None = None
 
 
 @functools.cache
@@ -108,6 +112,11 @@ def listed(names: Sequence[str]) -> str:
     """Join names with commas, the first few of many."""
     hidden = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f" and {hidden} more" if hidden > 0 else "")
+
+
+def mib(count: int) -> str:
+    """Return a number of bytes in MiB."""
+    return f"{count / 1024**2:,.6g} MiB"
 
 
 def _valid(text: str) -> str:
@@ -141,8 +150,9 @@ class HostState(HostFiles):
     `environment` is the user's, `driver` the facts from NVML, `shm_free` the free bytes of
     /dev/shm, `nccl` the installed versions, torch's first, each None if not asked. `own_rings` are
     default NCCL's over all GPUs, or why it was not asked; "" for fewer than two GPUs. Root looks at
-    it, if `by_root`. `log` is the running kernel's, as far as it may be read. `links` is the proof
-    of the links between GPUs, None where none was made.
+    it, if `by_root`. `log` is the running kernel's, as far as it may be read, `earlier_errors`
+    what its devices had counted before. `links` is the proof of the links between GPUs, None where
+    none was made.
     """
 
     home: str = "/root"
@@ -153,6 +163,7 @@ class HostState(HostFiles):
     own_rings: NcclAnswer | str = ""
     by_root: bool = False
     log: bytes = b""
+    earlier_errors: Mapping[str, Counter[str]] = field(default_factory=dict)
     links: Proof | None = None
 
     def pci(self, bus_id: str, name: str) -> str:

@@ -7,19 +7,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from tccl_py.health.checks import (
+from tccl_py.health.checks import check_container, check_limits, check_shared_memory
+from tccl_py.health.host import Defect, HostState, listed
+from tccl_py.health.pci import (
     check_acs,
-    check_container,
-    check_iommu,
-    check_limits,
+    check_bar1,
+    check_hardware,
     check_links,
-    check_shared_memory,
     device_errors,
     driver_options,
     redirecting_ports,
     translating,
 )
-from tccl_py.health.host import Defect, HostState, listed
 from tccl_py.model.links import JobProof, LinkFact, LinkVerdict, PairProof, Proof, ProofVerdict
 from tccl_py.model.machine import Knowledge, Machine, PeerAccess
 from tccl_py.nccl.settings import settings_from_environment, shell_text
@@ -293,7 +292,7 @@ def _causes(
     if not broken:
         own = check_shared_memory, check_limits, check_container
         slow = verdict == "slower than host memory"
-        results = [one for check in ((check_links, check_acs, check_iommu) if slow else own)
+        results = [one for check in ((check_links, check_hardware, check_acs) if slow else own)
                    for one in check(host)]  # fmt: skip
         bad = [one for one in results if isinstance(one, Defect) and one.severity != "note"]
         yield from [f"{one.where}: {one.what}; {one.fix}" for one in bad] or [_NO_CAUSE]
@@ -323,6 +322,9 @@ def _evidence(
         over = {(one, other) for one, other in pci if ports.keys() & (ways[one] | ways[other])}
         acs = f"ACS of {listed(list(ports))} sends traffic between GPUs to the CPU"
         yield harm or acs, over if ports else pci
+    for bad in check_bar1(host):
+        if isinstance(bad, Defect):
+            yield f"{bad.where}: {bad.what} ({bad.measured}), and {bad.why}; {bad.fix}", pci
     for option in driver_options(host):
         yield f"{option.measured} in {option.where}: {option.what}, and {option.why}", pci
     if any("GeForce" in gpu.name for gpu in host.driver.gpus):

@@ -43,6 +43,17 @@ class PciLink(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """The lanes of a real link; None if they are unknown."""
         return self.width if (self.width or 0) <= _MOST_LANES else None
 
+    @property
+    def gbps(self) -> float | None:
+        """Bandwidth in one direction, without packet headers; None if unknown.
+
+        >>> round(PciLink(speed_gts=16.0, width=16).gbps, 1)
+        31.5
+        """
+        if not self.speed_gts or not self.lanes:
+            return None
+        return self.speed_gts * self.lanes / 8 * (128 / 130 if self.speed_gts >= 8 else 0.8)
+
 
 class _Numbered(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A device with an id of a letter and an index."""

@@ -202,7 +202,7 @@ def known_versions() -> tuple[str, ...]:
 
 def has_rules(version: str) -> bool:
     """Return whether plans can be made for a version."""
-    return _release(f"{known_versions()[0]}.0") <= _release(version) < (2, _BEYOND)
+    return release(f"{known_versions()[0]}.0") <= release(version) < (2, _BEYOND)
 
 
 def asked_version(version: str) -> str:
@@ -219,7 +219,7 @@ def plain_version(version: str) -> str:
     >>> plain_version("v2.28.9+cuda13.0"), plain_version("2.30")
     ('2.28.9', '2.30')
     """
-    major, minor, patch = _release(version)
+    major, minor, patch = release(version)
     return f"{major}.{minor}" + (f".{patch}" if patch != _NEWEST_PATCH else "")
 
 
@@ -232,11 +232,11 @@ def version_facts(version: str) -> VersionFacts:
     >>> version_facts("2.30.4").nearer_wins, version_facts("2.30").nearer_wins
     (False, True)
     """
-    release, facts = _release(version), VersionFacts()
+    own, facts = release(version), VersionFacts()
     for first, changes in _CHANGES.items():
-        if release >= first:
+        if own >= first:
             facts = replace(facts, **changes)
-    return replace(facts, verified=facts.name == f"{release[0]}.{release[1]}")
+    return replace(facts, verified=facts.name == f"{own[0]}.{own[1]}")
 
 
 def unchecked(version: str) -> str:
@@ -256,7 +256,8 @@ def unchecked(version: str) -> str:
     )
 
 
-def _release(version: str) -> tuple[int, int, int]:
+def release(version: str) -> tuple[int, int, int]:
+    """Return the numbers of a version (InputError)."""
     match = _VERSION.fullmatch(version)
     if match is None:
         where = f"NCCL version {version[:40]!r}"

@@ -72,6 +72,15 @@ def advice(plan: Plan) -> str:
     return f"DRY RUN, no advice for GPUs: {_advice(plan)}" if plan.dry_run else _advice(plan)
 
 
+def doctor_first(plan: Plan) -> str:
+    """Return what comes before a model's advice to enable P2P, which may be granted and not work.
+
+    "" where it enables none.
+    """
+    enables = plan.simulated and "NCCL_P2P_LEVEL" in environment(plan.job_settings)
+    return "first `tccl doctor` on the machine, as P2P may not work" if enables else ""
+
+
 def _advice(plan: Plan) -> str:
     name, gain = plan.recommended, plan.gain(plan.recommended)
     times = "" if gain is None else f": {gain:.2f}x default NCCL ({plan.expected})"
@@ -140,8 +149,8 @@ def p2p_note(plan: Plan) -> str:
 
 
 def notices(plan: Plan) -> tuple[str, ...]:
-    """Return a plan's notices, with what else uses links that it leaves alone."""
-    return (*plan.notices, *filter(None, [p2p_note(plan)]))
+    """Return a plan's notices, with what comes before it, and what else uses bad links."""
+    return (*filter(None, [doctor_first(plan)]), *plan.notices, *filter(None, [p2p_note(plan)]))
 
 
 _VERBS = {"hangs": "hangs", "wrong values": "gives wrong values"}

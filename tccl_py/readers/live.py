@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from itertools import permutations
@@ -46,6 +46,7 @@ _NOT_ANSWERED = (2, 3, 4, 6, 13, 22, 26)
 VGPU_ECC_NOT_SUPPORTED, DEPRECATED: the question does not apply to this GPU, driver or container.
 Any other error is a fault."""
 _MAX_LINKS = 18
+_NVLINK_ERRORS = 1, 3  # NVML_NVLINK_ERROR_DL_RECOVERY and _CRC_DATA
 _REMOTE_SWITCH = 2  # NVML_NVLINK_DEVICE_TYPE_SWITCH
 _CAPABILITY_P2P = 0
 _P2P_READ, _P2P_WRITE = 0, 1  # Written out because pynvml has NVML_P2P_CAPS_INDEX_READ as a tuple
@@ -66,14 +67,15 @@ def discover_machine(
     Raises InputError: no NVIDIA driver answers, or the answers fit no machine.
     """
     facts = driver_facts(nvml)
-    machine = check(_machine(facts, files), where=_HERE)
+    machine = check(machine_of(facts, files), where=_HERE)
     links = tuple(_virtual_switch_links(machine.bridges, files))
     knowledge = Knowledge(peer_access=facts.peer_access, hidden_links=links)
     check_knowledge(knowledge, machine, where=_HERE)
     return machine, knowledge, fingerprint_of(facts, files)
 
 
-def _machine(facts: DriverFacts, files: HostFiles) -> Machine:
+def machine_of(facts: DriverFacts, files: HostFiles) -> Machine:
+    """Return the machine of a host's files with GPUs of the driver, unchecked."""
     # 1. Where everything hangs; this tells which bridges and NUMA nodes there are.
     tree, ports = PciTree(files=files), network_ports(files)
     gpu_places = [tree.attach(gpu.bus_id) for gpu in facts.gpus]
@@ -153,7 +155,10 @@ def fingerprint_of(facts: DriverFacts, files: HostFiles = HOST) -> Fingerprint:
 # The driver's answers (NVML).
 @dataclass(frozen=True, kw_only=True)
 class GpuFacts:
-    """A GPU by NVML; `links` counts NVLinks by target bus id, "" for a switch."""
+    """A GPU by NVML; `links` counts NVLinks by target bus id, "" for a switch.
+
+    `errors` are those that the driver counted on its links.
+    """
 
     index: int
     bus_id: str
@@ -162,6 +167,8 @@ class GpuFacts:
     sm: int
     links: Mapping[str, int]
     c2c_links: int
+    memory_bytes: int | None = None
+    errors: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,6 +258,7 @@ def _gpu(nvml: Any, index: int, handle: Any) -> GpuFacts:
     major, minor = ask(nvml.nvmlDeviceGetCudaComputeCapability, handle)
     c2c_count = getattr(nvml, "NVML_FI_DEV_C2C_LINK_COUNT", _C2C_LINK_COUNT)
     c2c = ask(nvml.nvmlDeviceGetFieldValues, handle, [c2c_count], optional=True)
+    memory = ask(nvml.nvmlDeviceGetMemoryInfo, handle, optional=True)
     return GpuFacts(
         index=index,
         bus_id=bus_id,
@@ -259,7 +267,18 @@ def _gpu(nvml: Any, index: int, handle: Any) -> GpuFacts:
         sm=major * 10 + minor,
         links=_links(nvml, partial(ask, optional=True), handle),
         c2c_links=int(c2c[0].value.uiVal) if c2c and c2c[0].nvmlReturn == 0 else 0,
+        memory_bytes=int(memory.total) if memory is not None else None,
+        errors=_errors(nvml, partial(ask, optional=True), handle),
     )
+
+
+def _errors(nvml: Any, maybe: Callable[..., Any], handle: Any) -> dict[str, int]:
+    """Return the errors that the driver counted on a GPU's links."""
+    links = range(getattr(nvml, "NVML_NVLINK_MAX_LINKS", _MAX_LINKS))
+    counter = nvml.nvmlDeviceGetNvLinkErrorCounter
+    counts = [maybe(counter, handle, link, kind) for link in links for kind in _NVLINK_ERRORS]
+    replays = maybe(nvml.nvmlDeviceGetPcieReplayCounter, handle)
+    return {"replays of PCIe": replays or 0, "errors of NVLinks": sum(filter(None, counts))}
 
 
 def _links(nvml: Any, maybe: Callable[..., Any], handle: Any) -> Counter[str]:

@@ -12,7 +12,7 @@ import msgspec
 from tccl_py.explanation.findings import Finding, kind_of
 from tccl_py.explanation.paths import Paths
 from tccl_py.health.host import listed
-from tccl_py.model.machine import Machine, PciLink
+from tccl_py.model.machine import Machine
 from tccl_py.model.rings import neighbours
 from tccl_py.model.transfer import Flow
 from tccl_py.nccl.paths import path_types
@@ -242,18 +242,6 @@ class LinkLoad(msgspec.Struct, frozen=True):
         return f"{self.gbps:.1f} GB/s{of}"
 
 
-def pcie_gbps(link: PciLink) -> float | None:
-    """Return the bandwidth of a PCIe link in one direction, without packet headers.
-
-    >>> round(pcie_gbps(PciLink(speed_gts=16.0, width=16)), 1)
-    31.5
-    """
-    if not link.speed_gts or not link.lanes:
-        return None
-    coding = 128 / 130 if link.speed_gts >= 8 else 0.8
-    return link.speed_gts * link.lanes / 8 * coding
-
-
 def link_loads(paths: Paths, hops: Sequence[tuple[Flow, float]]) -> dict[str, LinkLoad]:
     """Return the load of each PCIe link, by the device below it, while all of `hops` run."""
     totals: dict[str, Counter[str]] = {"up": Counter(), "down": Counter()}
@@ -269,7 +257,7 @@ def link_loads(paths: Paths, hops: Sequence[tuple[Flow, float]]) -> dict[str, Li
         if several and gbps == slowest:
             limiting.append([link.part.device for link in links])
     used = totals["up"] | totals["down"]
-    capacities = {device: pcie_gbps(paths.machine.links[device]) for device in used}
+    capacities = {device: paths.machine.links[device].gbps for device in used}
     shares = {device: used[device] / (capacities[device] or math.inf) for device in used}
     fullest = {max(devices, key=lambda device: shares[device]) for devices in limiting if devices}
     return {key: LinkLoad(used[key], capacities[key], key in fullest) for key in used}

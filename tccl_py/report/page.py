@@ -13,6 +13,7 @@ from markupsafe import Markup
 
 from tccl_py import __version__
 from tccl_py.errors import InputError
+from tccl_py.explanation.hardware import limit_sentences
 from tccl_py.files import refused
 from tccl_py.health.host import listed
 from tccl_py.model.cluster import compress
@@ -232,7 +233,8 @@ def rate_bars(plan: Plan, achieved: Mapping[ChoiceName, float]) -> list[Bar]:
 
 def _notices(contents: Contents) -> tuple[str, ...]:
     stopped = ["the search was interrupted: this is the best until then"] * contents.plan.cancelled
-    return (*stopped, *notices(contents.plan), *contents.notices)
+    limits = (f"first: {text}" for text in limit_sentences(contents.plan))
+    return (*limits, *stopped, *notices(contents.plan), *contents.notices)
 
 
 def check_replaceable(target: Path, directory: Path, *, force: bool) -> None:
