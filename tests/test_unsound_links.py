@@ -38,13 +38,16 @@ from tests.toy import toy_machine
 
 FEW = Budget(sets=60)
 PCIE = toy_machine(gpus=4, numa_nodes=2, per_switch=2)
-BRIDGED = msgspec.structs.replace(
-    PCIE,
-    nvlinks=tuple(
-        NvLink(source=f"G{one}", target=f"G{other}", count=2)
-        for one, other in ((0, 1), (1, 0), (2, 3), (3, 2))
-    ),
-)
+
+
+def with_nvlinks(*pairs):
+    """The machine with NVLinks between these pairs of GPUs."""
+    ends = [*pairs, *(pair[::-1] for pair in pairs)]
+    links = tuple(NvLink(source=f"G{one}", target=f"G{other}", count=2) for one, other in ends)
+    return msgspec.structs.replace(PCIE, nvlinks=links)
+
+
+BRIDGED, RELAYED = with_nvlinks((0, 1), (2, 3)), with_nvlinks((0, 2), (2, 1))
 FAR, NEAR = (0, 3), (0, 1)
 
 
@@ -60,7 +63,7 @@ def ways(machine, settings, gpus):
 
 
 @pytest.mark.parametrize("version", ["2.18", "2.28", "2.30"])
-@pytest.mark.parametrize("machine", [PCIE, BRIDGED], ids=["pcie", "bridged"])
+@pytest.mark.parametrize("machine", [PCIE, BRIDGED, RELAYED], ids=["pcie", "bridged", "relayed"])
 def test_candidates_are_all_p2p_levels_without_a_broken_link_and_no_others(machine, version):
     gpus, unknown = machine.gpu_indices, version_facts(version).unknown_levels
     levels = [None, *(level for level in LEVELS if level not in unknown)]

@@ -74,12 +74,13 @@ class NcclView:
     def p2p(self) -> frozenset[tuple[int, int]]:
         """The pairs of GPUs of which one maps the other's memory, relays to GPUs and NICs included.
 
-        The lower index is the first.
+        The lower index is the first. A pair with a relay is one too: its P2P is what is measured.
         """
         ways = [(pair, self.plain[pair]) for pair in self.direct - self.by_network]
         ways += [(ends, self.paths[ends]) for ends in product(self.system.gpus, self.system.nets)]
         stops = ([ends[0], *_gpus_on(self.system, path)] for ends, path in ways)
-        pairs = (map(index_of, pair) for names in stops for pair in pairwise(names))
+        named = {*(self.direct - self.by_network), *(p for names in stops for p in pairwise(names))}
+        pairs = (map(index_of, pair) for pair in named)
         return frozenset((min(pair), max(pair)) for pair in map(tuple, pairs))
 
     @property
