@@ -95,7 +95,7 @@ SLOWEST_FIRST = (
 """Workers take file after file: what takes longest begins first, so that all end together."""
 
 
-def _no_evidence(*_):
+def _no_evidence(*_, **_options):
     """Stands for the proof of links where a test plans as on GPUs that nobody can prove."""
     from tccl_py.planning.proof import Evidence  # noqa: PLC0415 (slow)
 

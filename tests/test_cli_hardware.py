@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
 from tccl_py.errors import BudgetSpentError, InputError, MeasurementError
+from tccl_py.health.host import HostState
 from tccl_py.model.transfer import parse_set
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
@@ -83,6 +84,7 @@ def test_missing_cupy_is_said_before_a_worker_starts(command, monkeypatch, tmp_p
     monkeypatch.setattr("tccl_py.readers.live.find_spec", lambda _: None)
     nvml = contextlib.nullcontext(SimpleNamespace(nvmlSystemGetCudaDriverVersion=lambda: 13010))
     monkeypatch.setattr("tccl_py.readers.live.opened_nvml", lambda _=None: nvml)
+    monkeypatch.setattr("tccl_py.health.proving.this_host", HostState)
     monkeypatch.chdir(tmp_path)
     result = tccl(*command)
     assert (result.exit_code, result.stdout) == (2, "")

@@ -607,7 +607,7 @@ def test_sets_without_a_planned_graph_file_are_told_how_to_plan_one(tmp_path):
 def test_this_machine_is_planned_with_fewer_sets_than_a_model(tmp_path, monkeypatch):
     budgets = []
 
-    def subject_of(request, *_):
+    def subject_of(request, *_, **_more):
         budgets.append(request.budget.sets)
         raise InputError("machine", "is not there", "none")
 

@@ -491,10 +491,10 @@ def _pair_proof(
     elif late := next((one for one in tried if one.state == "late"), None):
         verdict, what = "hangs", f"{late.what} that {written} comes late or never at GPU {target}"
     elif write.state == "wrong":
-        verdict, what = "wrong values", f"{write.what} that {written} to GPU {target}"
+        verdict, what = "wrong values", f"what {written} arrives damaged at GPU {target}"
     elif wrong := next((one for one in tried if one.state == "wrong"), None):
-        verb = "reads of" if wrong is read else "exchanges, with all pairs at once, with"
-        verdict, what = "wrong values", f"{wrong.what} that GPU {source} {verb} GPU {target}"
+        verb = "reads is damaged" if wrong is read else "writes beside others arrives damaged"
+        verdict, what = "wrong values", f"what GPU {source} {verb} at GPU {target}"
     rates = (read and read.gbps) or (None, None)
     return PairProof(
         source=source,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 from rich.padding import Padding
 
 from tccl_py.cli import options
@@ -50,6 +50,7 @@ from tccl_py.health.drift_statistics import SMALLEST, Comparison
 from tccl_py.health.host import Defect, DriverState, HostState, files_of_this_host
 from tccl_py.health.network import check_network
 from tccl_py.health.plugin import plugin_complaints
+from tccl_py.model.cluster import parse_gpus
 from tccl_py.model.measurement import IN_DRY_RUN
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import plan_in
@@ -59,7 +60,7 @@ from tccl_py.report.tables import lines
 
 if TYPE_CHECKING:
     from tccl_py.health.proving import ProvenHost
-    from tccl_py.sources.profiled import MeasuredMachine
+    from tccl_py.nccl.proof import AskedJob
 
 _MAX_SECONDS = 86_400
 _CHECK_S, _PREFLIGHT_S = 120.0, 60.0
@@ -215,14 +216,13 @@ def doctor(
     prove: bool = options.PROVE,
     json: bool = options.JSON,
 ) -> None:
-    """Prove that the GPUs' links carry data, and look for what hangs NCCL or slows it on this host.
+    """Prove that links between GPUs carry data, and look for what hangs or slows NCCL here.
 
-    Where two GPUs or more are idle, kernels write and compare over each pair, and jobs of NCCL run
-    with and without P2P, values compared, for half a minute at most. All else is only read. The fix
-    of a finding is printed, never run. Root sees more.
+    On idle GPUs kernels and NCCL's jobs run for half a minute at most, with values compared. All
+    else is only read; a fix is printed, never run. Root sees more.
 
-    Exit codes: 0 nothing but notes, or the links could not be proven; 1 something hangs or slows
-    NCCL, or makes wrong values; 2 wrong use.
+    Exit codes: 0 nothing but notes (or unproven links), 1 something hangs, slows or damages, 2
+    wrong use.
 
     Examples:
 
@@ -271,12 +271,16 @@ def advise(
     from tccl_py.planning.opening import machine_subject  # noqa: PLC0415
 
     job = None if workload is None else job_workload(workload)
-    predicted, line = None, ""
+    predicted, line, diagnosis = None, "", None
+    asked: tuple[AskedJob, ...] = ()
+    request = advice_request(machine, p2p=p2p_argument(p2p))
     with interrupts_put_off():
         if machine is None:
             refuse({"--p2p": p2p}, ("without MACHINE", "is about models", "name a MACHINE"))
+            host, links, asked = proven_host(plans=True)
+            diagnosis, request = examine(host), replace(request, links=links)
         try:
-            subject = machine_subject(advice_request(machine, p2p=p2p_argument(p2p)), notice)
+            subject = machine_subject(request, notice, asked)
         except InputError as error:
             if machine is not None or error.where.startswith("cupy"):
                 raise
@@ -285,7 +289,7 @@ def advise(
         made = subject.search(None)
         if job is not None:
             made, predicted, line = plan_by_workload(made, job, subject.model)
-        advice = advice_by(made, subject, examine(this_host()) if machine is None else None)
+        advice = advice_by(made, subject, diagnosis)
     if json:
         print_json(advice if predicted is None else {**asdict(advice), "workload": predicted})
         return
@@ -323,9 +327,21 @@ def _print_diagnosis(diagnosis: Diagnosis) -> None:
     console.print(f"Found: {bad}{notes}{doubt}.", style=style)
 
 
-def proven_host(*, force: bool, place: MeasuredMachine | None = None) -> ProvenHost:
-    """Return this host with a proof of its links, after a line that says what runs."""
+def proven_host(*, force: bool = False, gpus: str | None = None, plans: bool = False) -> ProvenHost:
+    """Return this host with a proof of its links, after a line that says what runs.
+
+    Raises InputError: what `plans` are for NCCL that fails here whatever the links.
+    """
     from tccl_py.health.proving import prove_host  # noqa: PLC0415 (slow)
 
+    chosen = None if gpus is None else parse_gpus(gpus, "`gpus`")
     with interrupts_put_off(CTRL_C_AND_SIGTERM):
-        return prove_host(force=force, place=place, say=notice)
+        proven = prove_host(chosen, force=force, plans=plans, say=notice)
+    links = proven.links
+    if plans and links is not None:
+        if links.verdict == "host memory fails":
+            right = "; ".join((*links.causes, "`tccl doctor` has more")[:2])
+            raise InputError("NCCL here", f"fails, without P2P too: {links.what}", right)
+        if links.verdict != "sound":
+            notice(f"links: {links.verdict}: {links.what}")
+    return proven

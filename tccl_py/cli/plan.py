@@ -11,6 +11,7 @@ import typer
 from msgspec.structs import asdict, replace
 
 from tccl_py.cli import options
+from tccl_py.cli.health import proven_host
 from tccl_py.cli.options import (
     advanced,
     advanced_flag,
@@ -55,6 +56,7 @@ from tccl_py.sources.bench import Bench
 if TYPE_CHECKING:
     from tccl_py.experiments.communication import Communication
     from tccl_py.model.measurement import Backend
+    from tccl_py.nccl.proof import AskedJob
     from tccl_py.simulator.model import MachineModel
     from tccl_py.sources.hosts import Job
     from tccl_py.workloads.workload import Workload
@@ -86,6 +88,7 @@ def plan(
     workload: str | None = advanced("FILE|NAME", "Recommend what is best for this job."),
     force: bool = flag("--force", "Replace a plan that is already in DIR."),
     json: bool = options.JSON,
+    prove: bool = options.PROVE,
     output: Path | None = advanced("DIR", "The same as DIR.", "-o", "--output"),
     backend: str | None = advanced("cuda|host", options.BACKEND_HELP),
     devices: int | None = options.DEVICES,
@@ -169,7 +172,8 @@ def plan(
         if tune and not several:
             _check_tuning()
         job = stack.enter_context(_job()) if ranks else None
-        subject = subject_of(request, job, stack, notice)
+        request, asked = _with_proof(request, job, prove=prove)
+        subject = subject_of(request, job, stack, notice, asked=asked)
         if job is not None and tune:
             _check_tuning(job)
         limits = () if several else (request.budget.sets, request.budget.seconds)
@@ -208,6 +212,19 @@ def plan(
         notice(f"interrupted: {output} has {held}; {again}")
         raise typer.Exit(INTERRUPTED)
     notice(f"wrote {output}")
+
+
+def _with_proof(
+    request: PlanRequest, job: Job | None, *, prove: bool
+) -> tuple[PlanRequest, tuple[AskedJob, ...]]:
+    """Prove the links where GPUs of this host are planned; return what NCCL did for it, too."""
+    by_model = request.simulate is not None or request.backend == "host"
+    if job is None and not request.names_hosts and not by_model:
+        _, links, asked = proven_host(force=prove, gpus=request.gpus, plans=True)
+        return replace(request, links=links), asked
+    if prove:
+        raise InputError("--prove", "is for the GPUs of this host", "leave it out")
+    return request, ()
 
 
 def job_workload(text: str) -> Callable[[int], Workload]:

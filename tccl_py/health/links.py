@@ -19,7 +19,15 @@ from tccl_py.health.pci import (
     redirecting_ports,
     translating,
 )
-from tccl_py.model.links import JobProof, LinkFact, LinkVerdict, PairProof, Proof, ProofVerdict
+from tccl_py.model.links import (
+    JobProof,
+    LinkFact,
+    LinkVerdict,
+    PairProof,
+    Proof,
+    ProofVerdict,
+    joined_clauses,
+)
 from tccl_py.model.machine import Knowledge, Machine, PeerAccess
 from tccl_py.nccl.settings import settings_from_environment, shell_text
 from tccl_py.nccl.transport import TRANSPORTS, pair_mechanism
@@ -185,7 +193,7 @@ def _broken_pairs(pairs: Sequence[PairProof]) -> dict[Pair, str]:
 
 def _joined(clauses: Iterable[str]) -> str:
     """Return the two commonest clauses."""
-    distinct = [clause for clause, _ in Counter(clauses).most_common()]
+    distinct = joined_clauses(clause for clause, _ in Counter(clauses).most_common())
     more = f"; and {len(distinct) - 2} more" if len(distinct) > 2 else ""
     return "; ".join(distinct[:2]) + more
 

@@ -37,6 +37,7 @@ def prove_host(
     *,
     place: MeasuredMachine | None = None,
     force: bool = False,
+    plans: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> ProvenHost:
     """Prove the links between GPUs of this host, all in processes that are ended.
@@ -45,7 +46,10 @@ def prove_host(
         gpus: NVML's indices; None: all that jobs see.
         place: this host's machine; None: it is looked for.
         force: try P2P over PCIe also where the host shows that this may do harm.
+        plans: a plan follows, which measures by kernels.
         say: gets a line before anything runs on the GPUs.
+
+    Raises InputError: cupy is missing, and a plan follows.
     """
     host = this_host()
     try:
@@ -65,7 +69,8 @@ def prove_host(
         ]
     nccl = installed_nccl()
     say(f"proving the links between {counted(len(chosen), 'GPU')}")
-    evidence = gather_evidence(place, chosen, nccl.minor if nccl else None, withheld)
+    version = nccl.minor if nccl else None
+    evidence = gather_evidence(place, chosen, version, withheld, measures=plans)
     proof = judge_links(
         evidence.pairs,
         [job.proof for job in evidence.jobs if job.proof is not None],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
@@ -17,6 +19,24 @@ BAD_VERDICTS: tuple[ProofVerdict, ...] = (
     "slower than host memory",
     "host memory fails",
 )
+
+
+_LAST_GPU = re.compile(r"(.* at GPU )(\d+)", re.ASCII | re.DOTALL)
+
+
+def joined_clauses(clauses: Iterable[str]) -> list[str]:
+    """Return distinct clauses, those that differ in their last GPU as one.
+
+    >>> joined_clauses(["nothing arrives at GPU 0", "nothing arrives at GPU 2"])
+    ['nothing arrives at GPU 0, 2']
+    """
+    gpus: dict[str, list[str]] = {}
+    for clause in clauses:
+        match = _LAST_GPU.fullmatch(clause)
+        begin, gpu = (match[1], match[2]) if match else (clause, "")
+        if gpu not in gpus.setdefault(begin, []):
+            gpus[begin].append(gpu)
+    return [begin + ", ".join(of) for begin, of in gpus.items()]
 
 
 class LinkFact(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

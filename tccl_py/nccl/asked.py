@@ -304,10 +304,18 @@ class InstalledRings:
         self.able = True
         self._choices: dict[Settings, DefaultChoice] = {}
         self._answered: dict[Settings, NcclAnswer] = {}
+        self._known: list[tuple[dict[str, str], NcclAnswer | None]] = []
+
+    def learn(self, variables: dict[str, str], answer: NcclAnswer | None) -> None:
+        """Take NCCL's answer of an earlier job under variables; None: it failed, ask no more."""
+        self._known.append((variables, answer))
+        if answer is not None and answer.choices:
+            self._sizes = ()
 
     def __call__(self, choices: Sequence[Settings]) -> list[DefaultChoice]:
         """Return default NCCL's choice under each of several settings of transports."""
-        self._ask_together([key for key in dict.fromkeys(choices) if key not in self._choices])
+        unknown = [key for key in dict.fromkeys(choices) if key not in self._choices]
+        self._ask_together([key for key in unknown if not self._learned(key)])
         return [self._choice(settings) for settings in choices]
 
     def _choice(self, settings: Settings) -> DefaultChoice:
@@ -335,6 +343,18 @@ class InstalledRings:
             except MeasurementError:
                 return
             self._answered |= {of: answer for of, (answer,) in zip(part, answers, strict=True)}
+
+    def _learned(self, settings: Settings) -> bool:
+        """Take an earlier answer under settings; return whether NCCL need not be asked."""
+        known = (answer for of, answer in self._known if of == environment(settings))
+        for answer in known:
+            if answer is None:
+                topo = view(self._machine, self._knowledge, settings, gpus=self._gpus)
+                self._choices[settings] = default_choice(topo)
+            else:
+                self._answered[settings] = answer
+            return True
+        return False
 
     def sized_answer(self, variables: Mapping[str, str]) -> NcclAnswer | None:
         """Return NCCL's answer under variables, if collectives ran there."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import get_args
 
@@ -19,8 +20,9 @@ from tccl_py.nccl.asked import (
 )
 from tccl_py.nccl.communicators import Question
 from tccl_py.nccl.values import SIZES, RankProof
+from tccl_py.rank_processes.forkserver import remove_unused_segments
 from tccl_py.rank_processes.rank import JobSlot
-from tccl_py.rank_processes.tasks import RankOutput, RanksError, Task, run_each
+from tccl_py.rank_processes.tasks import RankOutput, RanksError, run_each
 
 
 class AskedJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,8 +42,7 @@ def run_jobs(
     environments: Sequence[tuple[Mapping[str, str], bool]],
     *,
     sizes: tuple[int, ...] = (),
-    beside: Sequence[Task] = (),
-) -> tuple[list[AskedJob], list[RankOutput | RanksError]]:
+) -> list[AskedJob]:
     """Run jobs of the installed NCCL over GPUs at the same time, each of which may fail by itself.
 
     Args:
@@ -49,9 +50,6 @@ def run_jobs(
         environments: NCCL's variables of each job, and whether its values are compared. Those with
             compared values take turns in this order, and the control comes first: others may hang.
         sizes: bytes of messages for which the job without variables tells NCCL's choices.
-        beside: tasks of other programs that run at the same time.
-
-    Returns the jobs, and the outputs of `beside`.
     """
     slots = iter(range(len(environments)))
     count = sum(compares for _, compares in environments)
@@ -67,13 +65,15 @@ def run_jobs(
         job_task(rank_environment(variables, connect=True), [question])
         for (variables, _), question in zip(environments, questions, strict=True)
     ]
-    # Jobs with time slots share a file with those that come first.
-    outputs = run_each([*tasks, *beside])
+    begun = time.time()
+    outputs = run_each(tasks)
     jobs = [
         _job(dict(variables), question, output)
-        for (variables, _), question, output in zip(environments, questions, outputs, strict=False)
+        for (variables, _), question, output in zip(environments, questions, outputs, strict=True)
     ]
-    return jobs, list(outputs[len(jobs) :])
+    if any(job.proof is not None and job.proof.verdict == "fails" for job in jobs):
+        remove_unused_segments(begun)
+    return jobs
 
 
 def _job(

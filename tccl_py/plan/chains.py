@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar, get_args
 
 import msgspec
 
-from tccl_py.model.links import LinkFact, LinkVerdict
+from tccl_py.model.links import LinkFact, LinkVerdict, joined_clauses
 from tccl_py.model.machine import Machine
 from tccl_py.model.measurement import IN_DRY_RUN, mark
 from tccl_py.model.rings import Hop, Ring, joined, on_host, receiving_nic, sending_nic
@@ -183,7 +183,7 @@ def why_unsound(facts: Sequence[LinkFact]) -> str:
     state = min((fact.state for fact in facts), default="")
     worst = [fact for fact in facts if fact.state == state]
     reasons = [f.what or f"P2P between GPUs {f.one} and {f.other} is {state}" for f in worst]
-    shown = list(dict.fromkeys(reasons))
+    shown = joined_clauses(reasons)
     return "; ".join([*shown[:_MOST_REASONS], *["..."] * (len(shown) > _MOST_REASONS)])
 
 

@@ -19,6 +19,7 @@ from tccl_py.nccl.asked import (
     verdict_on,
 )
 from tccl_py.nccl.communicators import Question
+from tccl_py.nccl.proof import AskedJob
 from tccl_py.nccl.settings import environment
 from tccl_py.nccl.validator import Verdict
 from tccl_py.nccl.versions import ASSUMED
@@ -61,12 +62,19 @@ def why_not_asked(gpus: Sequence[int]) -> str:
         return str(error)
 
 
-def rings_here(place: MeasuredMachine, gpus: Sequence[int] | None) -> InstalledRings | None:
-    """Return the reader of the installed NCCL's own rings; None where no NCCL runs."""
+def rings_here(
+    place: MeasuredMachine, gpus: Sequence[int] | None, asked: Sequence[AskedJob] = ()
+) -> InstalledRings | None:
+    """Return the reader of the installed NCCL's own rings; None where no NCCL runs.
+
+    `asked` are jobs over the same GPUs that ran before.
+    """
     if place.backend != "cuda":
         return None
     chosen = place.machine.gpu_indices if gpus is None else tuple(sorted(gpus))
     rings = InstalledRings(place.machine, place.knowledge, chosen, sizes=SIZES)
+    for job in asked:
+        rings.learn(job.environment, job.answer)
     if HOST_FILE.exists():
         rings.notices.append(f"{HOST_FILE} holds for all NCCL jobs here, default NCCL as well")
     if why := why_no_default() or why_not_asked(chosen):

@@ -31,6 +31,7 @@ from tccl_py.sources.bench import Bench
 from tccl_py.sources.journal import read_journal, widen_journal
 
 if TYPE_CHECKING:
+    from tccl_py.nccl.proof import AskedJob
     from tccl_py.sources.hosts import Job
     from tccl_py.sources.profiled import MeasuredMachine
 
@@ -72,26 +73,35 @@ class Subject(msgspec.Struct, kw_only=True):
         return self.source.keep_in(journal, replace=replace)
 
 
-def subject_of(request: PlanRequest, job: Job | None, stack: ExitStack, say: Say) -> Subject:
+def subject_of(
+    request: PlanRequest,
+    job: Job | None,
+    stack: ExitStack,
+    say: Say,
+    *,
+    asked: Sequence[AskedJob] = (),
+) -> Subject:
     """Open what is planned for. The hosts of a job are left with `stack`.
+
+    `asked` are jobs of the installed NCCL that ran before on this machine.
 
     Raises InputError: an unknown machine, hosts that do not fit, or rates of another kind than in
     the plan that is extended.
     """
     if job is None and not request.names_hosts:
-        return machine_subject(request, say)
+        return machine_subject(request, say, asked)
     from tccl_py.planning.opening_hosts import cluster_subject  # noqa: PLC0415 (for hosts alone)
 
     return cluster_subject(request, job, stack, say)
 
 
-def machine_subject(request: PlanRequest, say: Say) -> Subject:
+def machine_subject(request: PlanRequest, say: Say, asked: Sequence[AskedJob] = ()) -> Subject:
     """Open one machine: a model, or this one.
 
     Raises InputError: an unknown machine, or no GPU here.
     """
     if request.simulate is None:
-        return _here(request, say)
+        return _here(request, say, asked)
     model, source = simulated(request, request.simulate)
     gpus = chosen_gpus(model.machine, request.gpus)
     cluster = single_host(model.machine, model.knowledge, gpus)
@@ -109,7 +119,7 @@ def simulated(request: PlanRequest, name: str) -> tuple[MachineModel, Bench]:
     return model, Bench(Simulator(model, noise=request.noise or 0.0, seed=request.seed or 0))
 
 
-def _here(request: PlanRequest, say: Say) -> Subject:
+def _here(request: PlanRequest, say: Say, asked: Sequence[AskedJob]) -> Subject:
     """Open this machine; the plan has the notices of measuring."""
     from tccl_py.planning import installed_nccl  # noqa: PLC0415 (asks the NCCL here)
     from tccl_py.sources.opening import open_source  # noqa: PLC0415 (loads the profiler)
@@ -135,7 +145,7 @@ def _here(request: PlanRequest, say: Say) -> Subject:
     def search(reporter: Reporter | None) -> Plan:
         with source:
             gpus = named or chosen_gpus(place.machine, None)
-            rings = installed_nccl.rings_here(place, named)
+            rings = installed_nccl.rings_here(place, named, asked)
             if rings is not None and rings.able and several_processes_may_use(gpus):
                 # Asking NCCL takes seconds, and so does the start of workers. They would be other
                 # processes on the GPUs before.

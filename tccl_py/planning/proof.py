@@ -18,6 +18,7 @@ from tccl_py.plan.size_choices import SIZES
 from tccl_py.planning.installed_nccl import why_not_asked
 from tccl_py.planning.request import of_transports
 from tccl_py.rank_processes.tasks import run_each
+from tccl_py.readers.live import check_cupy
 from tccl_py.sources.links import LinksProof, why_no_kernels
 from tccl_py.sources.profiled import MeasuredMachine, several_processes_may_use
 
@@ -40,6 +41,8 @@ def gather_evidence(
     gpus: Sequence[int],
     version: str | None,
     withheld: Collection[tuple[int, int]] = (),
+    *,
+    measures: bool = False,
 ) -> Evidence:
     """Prove the links between GPUs of this host, each part in processes that are ended.
 
@@ -48,11 +51,14 @@ def gather_evidence(
         gpus: those whose links are proven, two or more.
         version: of the NCCL here as rules have it; None: there is none.
         withheld: ordered pairs that are not tried, nor any job of NCCL that would use them.
+        measures: whether kernels are needed afterwards, too (InputError: cupy is missing).
 
     Kernels prove each granted pair by itself. Jobs of NCCL compare values: the control without P2P
     first, then what the farthest level adds, then default NCCL. The same jobs, and one for each
     further way in which settings join the GPUs, tell what NCCL does there.
     """
+    if measures:
+        check_cupy()
     if why := why_not_asked(gpus):
         return Evidence(unable=why)
     machine, knowledge = place.machine, place.knowledge
@@ -80,7 +86,7 @@ def gather_evidence(
         wanted = _environments(place, gpus, version or "", withheld)
         most = max(1, MOST_RANKS // len(gpus)) if several_processes_may_use(gpus) else 1
         for at in range(0, len(wanted), most):
-            jobs += run_jobs(gpus, wanted[at : at + most], sizes=SIZES)[0]
+            jobs += run_jobs(gpus, wanted[at : at + most], sizes=SIZES)
     return Evidence(pairs=pairs, jobs=tuple(jobs), notices=tuple(notices))
 
 

@@ -87,7 +87,7 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
         strategy_name(self.strategy)  # Raises InputError
         check_budget(self.budget)
         for field in msgspec.structs.fields(self):
-            if field.name not in ("strategy", "budget"):
+            if field.name not in ("strategy", "budget", "links"):
                 check_value(getattr(self, field.name), field.type, where=f"`{field.name}`")
         if self.target is not None:
             _ = self.options  # Raises InputError

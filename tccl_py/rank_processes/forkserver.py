@@ -261,6 +261,25 @@ def remove_segments(pid: int) -> None:
                     Path(path).unlink()
 
 
+def remove_unused_segments(since: float) -> None:
+    """Remove NCCL's files that this user made after `since` and no process has any more.
+
+    They stay of communicators that could not be made, as where /dev/shm is too small.
+    """
+    made = {
+        str(path)
+        for path in Path("/dev/shm").glob("nccl-*")
+        if (state := path.lstat()).st_uid == os.geteuid() and state.st_ctime >= since
+    }
+    for maps in Path("/proc").glob("[0-9]*/maps") if made else ():
+        with contextlib.suppress(OSError):
+            made -= set(re.findall(r"/dev/shm/nccl-\w+", maps.read_text(errors="replace")))
+            made -= {str(entry.readlink()) for entry in (maps.parent / "fd").iterdir()}
+    for name in made:
+        with contextlib.suppress(OSError):
+            Path(name).unlink()
+
+
 def _codes(pids: Iterable[int]) -> dict[int, int]:
     """Return the exit codes of the processes that have ended."""
     ended = (os.waitpid(pid, os.WNOHANG) for pid in pids)
