@@ -271,3 +271,9 @@ def test_the_variables_are_the_fewest_of_those_within_a_percent_of_the_best(rate
     fewest = min(len(environment(one.settings)) for one in near)
     assert len(environment(found.settings)) == fewest
     assert found.settings in [one.settings for one in near]
+
+
+@pytest.mark.parametrize("name", ["amd-v100", "intel-v100", "h200x4-vm"])
+def test_sets_of_gpus_gain_nothing_by_rings_that_are_as_fast_as_nccls_own(name):
+    sets = plan_of(name).subsets
+    assert len(sets) == 10 and not any(one.gains for one in sets)

@@ -351,6 +351,7 @@ def test_the_given_order_is_kept_where_that_is_asked_and_shares_the_uplinks():
     assert kept.host_order == ("h0", "h1", "h2", "h3")
     assert kept.rate_gbps == pytest.approx(1.0)
     assert free.rate_gbps == pytest.approx(2.0)
+    assert free.bound_gbps == pytest.approx(2.0)
     # Default NCCL joins the hosts as they are given, and passes each uplink twice.
     for plan in (kept, free):
         assert [plan.stock.rate_gbps, plan.variables.rate_gbps] == pytest.approx([1.0, 1.0])

@@ -359,3 +359,20 @@ def test_a_dry_run_verifies_no_choice(place):
     keep_communication(dry, place)
     with pytest.raises(InputError, match="without GPUs"):
         verified_choice(place, "mine")
+
+
+@pytest.mark.parametrize("factor", [0.9, 1.0, 1.005, 1.03, 1.1, 1.6])
+def test_what_the_chosen_one_slows_is_told_with_its_share_however_little(factor):
+    rows = [
+        WorkloadRow(collective=kind, dtype="float32", bytes=4096, groups=((0, 1),), calls=1.0)
+        for kind in ("all_reduce", "send_recv")
+    ]
+    workload = Workload(name="job", source="a test", ranks=2, rows=tuple(rows))
+    calls = calls_of(workload)
+    fast, slow = calls
+    times = {"default": {fast: [9.0] * 6, slow: [1.0] * 6}}
+    times["variables"] = {fast: [5.0] * 6, slow: [factor] * 6}
+    made = communication_of(workload, calls, times)
+    assert made.chosen == "variables"
+    losses = {"send/recv": (pytest.approx(0.1), pytest.approx(1 / factor))}
+    assert made.losses == (losses if factor >= 1.03 else {})

@@ -257,3 +257,27 @@ def test_a_dominated_choice_never_appears_and_each_left_out_has_one_that_dominat
         assert not dominates(speeds[one], speeds[other])
     for name in speeds.keys() - set(shown):
         assert any(dominates(speeds[one], speeds[name]) for one in shown)
+
+
+@pytest.mark.parametrize(
+    ("variables", "graph", "best"),
+    [
+        (0.995, 0.993, "default"),
+        (0.98, 0.975, "variables"),
+        (0.98, 0.96, "graph"),
+        (1.0, 0.985, "default"),
+        (1.0, 0.96, "graph"),
+        (1.2, 1.1, "default"),
+    ],
+)
+def test_each_larger_intervention_has_to_be_faster_by_more_than_a_percent(variables, graph, best):
+    seconds = {"default": 1.0, "variables": variables, "graph": graph}
+    times = {name: {"row": [value] * 6} for name, value in seconds.items()}
+    assert best_for(step_times({"row": 3.0}, times)) == best
+
+
+@pytest.mark.parametrize("rows", [("a",), ("b",), ("a", "b"), ()])
+def test_a_choice_without_times_of_every_row_is_left_out(rows):
+    times = {"default": dict.fromkeys("ab", [1.0] * 6), "graph": dict.fromkeys(rows, [0.5] * 6)}
+    steps = step_times({"a": 1.0, "b": 2.0}, times)
+    assert ("graph" in steps) == (len(rows) == 2) and "default" in steps

@@ -234,3 +234,16 @@ def test_plans_that_differ_in_large_buffers_alone_differ(plan):
         "large_buffers",
         "large_buffers_gbps",
     }
+
+
+@pytest.mark.parametrize("gain", [0.9, 1.0, 1.5])
+@pytest.mark.parametrize("winner", [None, "variables"])
+def test_a_graph_file_is_compared_beside_large_buffers_only_where_it_promises_more(
+    plan, tmp_path, gain, winner
+):
+    rate = plan.variables.rate_gbps * gain
+    made = changed(plan, rate_gbps=rate, bound_gbps=None, proven=False, winner=winner)
+    write_plan(made, tmp_path, models=as_only(load_bundled(SMALL)))
+    jobs = FakeJobs(lambda size, environment: 1e-4)
+    found = run_verification(made, tmp_path, dry_run(made, jobs), RunBudget(sizes=(4096,)))
+    assert ("graph" in [arm.name for arm in found.arms]) == (gain > 1)

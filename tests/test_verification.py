@@ -676,6 +676,14 @@ def test_a_job_is_as_slow_as_its_slowest_ranks_median(times):
     assert list(found) == [max(own) for own in medians if own]
 
 
+def test_of_two_arms_six_rounds_are_run_at_least_and_of_three_seven(boxed, box):
+    """Six rounds have too few flips of signs for a verdict on each of two arms."""
+    fake, budget = FakeJobs(by_plan(lambda _: 1.0)), RunBudget(sizes=(4096,), rounds=1, seconds=0.0)
+    for choice, rounds in (("graph", 6), (None, 7)):
+        found = run_verification(boxed, box, dry_run(boxed, fake), budget, choice=choice)
+        assert found.rounds == rounds
+
+
 def test_p_values_of_several_arms_are_adjusted_for_all_of_them(boxed, box):
     fake = FakeJobs(by_plan(lambda _: 1.3, variables=lambda _: 1.3), noise=0.001)
     least = {}

@@ -138,6 +138,14 @@ GIVEN = {"nccl": "2.30", "given": {"NCCL_BUFFSIZE": "524288"}}
 NEEDED = {"NCCL_COMM_SPLIT_SHARE_RESOURCES": "0"}
 
 
+def test_a_value_of_the_users_own_stays_beside_a_graph_file(tmp_path, plain):
+    plan = stand_in_plan(tmp_path, needed=NEEDED, **GIVEN)
+    assert plain.run(plan, PAIR, **NEEDED) == expected_answers(plan, PAIR)
+    assert set(plain.buffers.values()) == {"524288"}
+    assert plain.run(plan, PAIR, NCCL_BUFFSIZE="4096", **NEEDED) == expected_answers(plan, PAIR)
+    assert set(plain.buffers.values()) == {"4096"}
+
+
 @pytest.mark.parametrize("sanitizer", ["", "thread"])
 def test_all_ranks_get_default_nccl_once_a_process_has_two_releases(folder, tmp_path, sanitizer):
     plan, program = stand_in_plan(tmp_path, needed=NEEDED, **GIVEN), StandIn(folder, sanitizer)
