@@ -360,3 +360,20 @@ def test_nothing_is_proven_by_a_bound_that_rests_on_an_assumption(hold):
     result = find_rings(problem_for(source, 7))
     assert result.bound_gbps <= result.rate_gbps * 1.01
     assert (bool(result.assumptions), result.proven) == (not hold, hold)
+
+
+@pytest.mark.parametrize(("gap", "proven"), [(0.0, True), (0.009, True), (0.011, False)])
+def test_a_bound_proves_within_the_tolerance_alone(gap, proven):
+    def strategy(run):
+        run.offer_known([(run.problem.gpus,)])
+        run.bounds[1] = run.incumbent.score * (1 + gap)
+
+    result = find_rings(problem_for(two_uplinks(), 4), strategy=strategy)
+    assert (result.proven, result.strategy) == (proven, "strategy")
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_a_known_ring_is_tried_in_sets_of_any_number_of_rings(count):
+    problem = problem_for(two_uplinks(), 4, counts=(count,), known=(((0, 2, 1, 3),),))
+    rings = find_rings(problem, strategy="nccl-order").rings.rings
+    assert [ring.gpus for ring in rings] == [(0, 2, 1, 3)] * count
