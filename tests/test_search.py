@@ -316,9 +316,10 @@ def test_brute_force_says_how_many_states_it_skips():
     assert count_ring_sets(problem.spaces[2], 2) == 12703320
 
 
-def test_a_gpu_without_a_way_out_is_named():
-    missing = [(2, other) for other in range(4)]
-    with pytest.raises(SearchError, match="no hop leaves GPU 2"):
+@pytest.mark.parametrize("way", ["leaves", "reaches"])
+def test_a_gpu_without_a_way_out_or_in_is_named(way):
+    missing = [(2, other)[:: 1 if way == "leaves" else -1] for other in range(4)]
+    with pytest.raises(SearchError, match=f"no hop {way} GPU 2"):
         find_rings(problem_for(two_uplinks(), 4, missing=missing))
 
 
