@@ -196,7 +196,9 @@ class ProgressLine:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._bar.stop()
+        # What was disabled, rich before 15 ends with an empty line.
+        if not self._bar.disable:
+            self._bar.stop()
 
 
 def _time_text(seconds: float) -> str:
