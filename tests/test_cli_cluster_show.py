@@ -150,6 +150,7 @@ def test_json_has_the_keys_that_are_kept(directory):
                 "notices": ["N2 left out"],
                 "assumptions": assumptions(plan),
                 "by_size": [],
+                "limits": [],
                 "tunings": [],
             }
         )

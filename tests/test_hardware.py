@@ -8,7 +8,6 @@ import pytest
 from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
-from tccl_py.explanation.hardware import hardware_limits
 from tccl_py.health.advice import advice_by, advice_request
 from tccl_py.health.doctor import Diagnosis
 from tccl_py.health.host import defect
@@ -22,6 +21,7 @@ from tccl_py.model.machine import (
     PciBridge,
     PciLink,
 )
+from tccl_py.planning.hardware import hardware_limits
 from tccl_py.planning.opening import machine_subject
 from tccl_py.simulator.descriptions import bundled_names, load_bundled
 

@@ -19,7 +19,6 @@ from tccl_py.cli.options import advanced, arg, flag, in_range, refuse
 from tccl_py.cli.output import DOUBT, GOOD, grid, print_table, results
 from tccl_py.cli.process import ANSWER_IS_NO, check_result_file, notice, print_json, write_result
 from tccl_py.errors import InputError, TcclError
-from tccl_py.explanation.hardware import limit_sentences
 from tccl_py.plan.chains import WORLD, PlanChain
 from tccl_py.plan.load import is_directory, load_plan
 from tccl_py.plan.plan import Plan
@@ -33,6 +32,7 @@ from tccl_py.plan.text import (
     subset_files,
     summary,
 )
+from tccl_py.planning.hardware import limit_sentences
 
 if TYPE_CHECKING:
     from tccl_py.experiments.communication import Communication

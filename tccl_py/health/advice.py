@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 
 from tccl_py.errors import counted
-from tccl_py.explanation.hardware import limit_sentences
 from tccl_py.health.doctor import Diagnosis
 from tccl_py.model.links import Proof
 from tccl_py.model.rings import neighbours
@@ -21,6 +20,7 @@ from tccl_py.nccl.view import view
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.size_choices import size_json, size_notes
 from tccl_py.plan.text import assumptions, doctor_first, p2p_note, unrated_text
+from tccl_py.planning.hardware import limit_sentences
 from tccl_py.planning.opening import Subject
 from tccl_py.planning.request import DEFAULT_BUDGET, PlanRequest
 from tccl_py.simulator.descriptions import usual_gts

@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import product
 
-from tccl_py.explanation.hardware import CHIPSET, hardware_limits
 from tccl_py.health.host import Defect, HostState, Results, Unseen, defect, listed, mib, rules
 from tccl_py.model.machine import Fingerprint, Knowledge, Machine, PciLink
+from tccl_py.planning.hardware import CHIPSET, hardware_limits
 from tccl_py.readers.live import DriverFacts, GpuFacts, machine_of
 from tccl_py.readers.sysfs import normal_bus_id
 

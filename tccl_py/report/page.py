@@ -13,7 +13,6 @@ from markupsafe import Markup
 
 from tccl_py import __version__
 from tccl_py.errors import InputError
-from tccl_py.explanation.hardware import limit_sentences
 from tccl_py.files import refused
 from tccl_py.health.host import listed
 from tccl_py.model.cluster import compress
@@ -36,6 +35,7 @@ from tccl_py.plan.text import (
     summary,
     unrated_text,
 )
+from tccl_py.planning.hardware import limit_sentences
 from tccl_py.report.contents import Contents, heat_maps, viridis
 from tccl_py.report.drawing import NodeView, loaded_view, templates
 from tccl_py.report.hops import drawn_kinds
