@@ -353,6 +353,7 @@ class Check(Keys, kw_only=True):
     collective: str | UnsetType = UNSET
     collectives_checked: int | UnsetType = UNSET
     bandwidths: list[Bandwidth] | UnsetType = UNSET
+    links: Annotated[Proof | UnsetType, says("of a plan that was measured on GPUs here")] = UNSET
     machine: str
     drifted: bool
     sets_compared: int

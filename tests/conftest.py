@@ -95,11 +95,14 @@ SLOWEST_FIRST = (
 """Workers take file after file: what takes longest begins first, so that all end together."""
 
 
-def _no_evidence(*_, **_options):
-    """Stands for the proof of links where a test plans as on GPUs that nobody can prove."""
-    from tccl_py.planning.proof import Evidence  # noqa: PLC0415 (slow)
+def _sound_evidence(*_, **_options):
+    """Stands for the proof of links where a test plans as on sound GPUs."""
+    from tccl_py.model.links import JobProof  # noqa: PLC0415 (slow)
+    from tccl_py.nccl.proof import AskedJob  # noqa: PLC0415
+    from tccl_py.planning.proof import CONTROL, Evidence  # noqa: PLC0415
 
-    return Evidence()
+    proofs = [JobProof(environment=of, verdict="sound", seconds=1.0) for of in (CONTROL, {})]
+    return Evidence(jobs=tuple(AskedJob(environment=of.environment, proof=of) for of in proofs))
 
 
 @pytest.fixture(autouse=True)
@@ -118,7 +121,7 @@ def _own_environment(monkeypatch, tmp_path_factory):
     monkeypatch.setattr("tccl_py.nccl.plugin.INSTALLED", tmp_path_factory.getbasetemp())
     # Nor what it does on this machine's GPUs.
     monkeypatch.setattr("tccl_py.planning.installed_nccl.rings_here", lambda *_: None)
-    monkeypatch.setattr("tccl_py.health.proving.gather_evidence", _no_evidence)
+    monkeypatch.setattr("tccl_py.health.proving.gather_evidence", _sound_evidence)
 
 
 VIRTUAL_TIMEOUT_S = 150

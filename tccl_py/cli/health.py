@@ -51,6 +51,7 @@ from tccl_py.health.host import Defect, DriverState, HostState, files_of_this_ho
 from tccl_py.health.network import check_network
 from tccl_py.health.plugin import plugin_complaints
 from tccl_py.model.cluster import parse_gpus
+from tccl_py.model.links import Proof
 from tccl_py.model.measurement import IN_DRY_RUN
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import plan_in
@@ -113,6 +114,9 @@ def check(
         network = (one for one in check_network(files_of_this_host()) if isinstance(one, Defect))
         notice_each(f"{one.what} at {one.where}; {one.fix}" for one in network)
     effort = Effort(seconds=seconds, seed=seed, families=FAMILIES if preflight else 1)
+    links = None
+    if plan.cluster.closes and not (plan.simulated or plan.dry_run or prometheus):
+        links = _links_again(plan, directory, json=json, output=output)
     with interrupts_put_off(CTRL_C_AND_SIGTERM), ExitStack() as stack:
         job = job_of_plan(plan, directory, stack)
         result = measure_plan_again(
@@ -135,13 +139,34 @@ def check(
         write_result(text + preflight_metrics(result, labels) * preflight, output)
     elif json:
         keys = preflight_json(plan, result) if preflight else drift_json(plan, drift)
-        write_result(encode_json(keys), output)
+        write_result(encode_json(keys if links is None else {**keys, "links": links}), output)
     else:
         if preflight:
             _print_preflight(result, dry_run=plan.dry_run)
         _print_drift(plan, drift)
     if not result.ok if preflight else drift.drifted:
         raise typer.Exit(ANSWER_IS_NO)
+    if preflight and links is not None and links.verdict == "inconclusive":
+        raise InputError("links", f"cannot be proven: {links.what}", "end what uses the GPUs")
+
+
+def _links_again(plan: Plan, directory: Path, *, json: bool, output: Path | None) -> Proof | None:
+    """Prove the links of a plan's host again; what is worse than planned ends the command."""
+    from tccl_py.health.proving import prove_again  # noqa: PLC0415 (slow)
+
+    with interrupts_put_off(CTRL_C_AND_SIGTERM):
+        links, fault = prove_again(plan, directory, notice)
+    if links is None or not fault:
+        if links is not None and links.verdict != "sound":
+            notice(f"links: {links.verdict}: {links.what}")
+        return links
+    if json:
+        problem = {"what": "links", "where": links.common, "expected": "sound", "measured": fault}
+        keys = {"ok": False, "drifted": True, "findings": [problem], "links": links}
+        write_result(encode_json(keys), output)
+    else:
+        results().print(f"links are not as planned: {fault}", style=BAD)
+    raise typer.Exit(ANSWER_IS_NO)
 
 
 def _print_preflight(preflight: Preflight, *, dry_run: bool) -> None:

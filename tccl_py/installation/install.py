@@ -39,6 +39,7 @@ from tccl_py.files import (
     sweep_beside,
     write_atomically,
 )
+from tccl_py.health.proving import check_proof_holds
 from tccl_py.installation.blocks import (
     Change,
     apply_change,
@@ -70,7 +71,7 @@ def accept(
     Unless the request has `force` the plan must be verified, and of this machine. A choice of the
     request was verified for a workload. With `newer_nccl` the plugin is tried with a later NCCL.
 
-    Raises InputError: no plan, changed files, or not to be trusted.
+    Raises InputError: no plan, changed files, not to be trusted, or links that are not as proven.
     """
     plan = plan_in(directory)
     check_files(directory)
@@ -91,6 +92,8 @@ def accept(
         raise InputError(str(directory), why, "measure and `tccl verify` it first, or add `force`")
     if why:
         say(f"{directory} {why}: accepted because of `force`")
+    if plan.cluster.closes and not (plan.simulated or plan.dry_run):
+        check_proof_holds(plan, directory, force=request.force, say=say)
     if newer_nccl and request.why_no_plugin(plan):
         request = replace(request, newest_nccl=_newest(plan, directory, request, say))
     return plan, deliver_to_host(plan, directory, request, say=say)
