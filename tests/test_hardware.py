@@ -162,3 +162,12 @@ def test_where_something_hangs_its_fix_comes_before_any_advice():
     slow = msgspec.structs.replace(hang, severity="slow")
     later = advice_by(made, subject, Diagnosis(findings=(slow,), unseen=()))
     assert [name for name, _ in later.lines()][-2:] == ["Fix first", "Next"]
+
+
+def test_a_partial_topology_file_says_how_to_get_the_whole_one(tmp_path):
+    path = tmp_path / "partial.xml"
+    path.write_text(
+        '<system version="1"><cpu numaid="0"><pci busid="0000:00:16.0"/></cpu></system>'
+    )
+    result = CliRunner().invoke(app, ["advise", str(path)])
+    assert (result.exit_code, "NCCL_TOPO_DUMP_FILE" in result.stderr) == (2, True)

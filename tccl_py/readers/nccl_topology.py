@@ -189,7 +189,8 @@ def _kind(pci: _Element) -> Literal["bridge", "gpu", "nic", "nothing"]:
     if "nic" in tags or code.startswith("0x02"):
         return "nic"
     if not code and not tags:
-        raise pci.refused("has neither class nor content", "a PCI class such as 0x060400")
+        right = "a partial file: dump the whole one by a job with NCCL_TOPO_DUMP_FILE=box.xml"
+        raise pci.refused("has neither class nor content", right)
     if code.startswith("0x0680") or (not tags and not code.startswith("0x0604")):
         # NVLink switches and strangers: NCCL makes no device of the one and trims the other.
         pci.only_none()
