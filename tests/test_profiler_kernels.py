@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tccl_profiler.cuda_device import NAMES, kernel_source
+from tccl_profiler.cuda_device import NAMES, kernel_source, source_text
 from tccl_py.errors import MeasurementError
 from tests import nvrtc
 from tests.nvrtc import KernelUse, compile_kernels, find_nvrtc
@@ -49,6 +49,16 @@ def test_the_kernels_compile_without_a_warning_and_a_pump_stays_in_registers(maj
     assert uses["pump"].spilled_bytes == uses["pump"].stack_bytes == 0
     for use in uses.values():
         assert 0 < use.registers <= REGISTERS // THREADS // blocks
+
+
+@pytest.mark.parametrize(("major", "sm"), sorted({case[:2] for case in CASES}))
+def test_the_kernel_that_proves_links_compiles_and_eight_blocks_fit_together(major, sm):
+    source = source_text("memory.cu", "links.cu")
+    cubin = compile_kernels(source, sm=sm, library=library(major))
+    (use,) = cubin.kernels
+    assert (use.name, use.spilled_bytes, use.stack_bytes) == ("prove", 0, 0)
+    # Of 256 threads: what waits must be on the GPU together with what it waits for.
+    assert 0 < use.registers <= REGISTERS // 256 // 4
 
 
 @pytest.mark.parametrize("major", SMS)
