@@ -114,9 +114,7 @@ def check(
         network = (one for one in check_network(files_of_this_host()) if isinstance(one, Defect))
         notice_each(f"{one.what} at {one.where}; {one.fix}" for one in network)
     effort = Effort(seconds=seconds, seed=seed, families=FAMILIES if preflight else 1)
-    links = None
-    if plan.cluster.closes and not (plan.simulated or plan.dry_run or prometheus):
-        links = _links_again(plan, directory, json=json, output=output)
+    links = None if prometheus else _links_again(plan, directory, json=json, output=output)
     with interrupts_put_off(CTRL_C_AND_SIGTERM), ExitStack() as stack:
         job = job_of_plan(plan, directory, stack)
         result = measure_plan_again(

@@ -11,7 +11,6 @@ import typer
 from msgspec.structs import asdict, replace
 
 from tccl_py.cli import options
-from tccl_py.cli.health import proven_host
 from tccl_py.cli.options import (
     advanced,
     advanced_flag,
@@ -220,6 +219,8 @@ def _with_proof(
     """Prove the links where GPUs of this host are planned; return what NCCL did for it, too."""
     by_model = request.simulate is not None or request.backend == "host"
     if job is None and not request.names_hosts and not by_model:
+        from tccl_py.cli.health import proven_host  # noqa: PLC0415 (loads much)
+
         _, links, asked = proven_host(force=prove, gpus=request.gpus, plans=True)
         return replace(request, links=links), asked
     if prove:

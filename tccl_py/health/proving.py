@@ -124,8 +124,11 @@ def prove_again(
 ) -> tuple[Proof | None, str]:
     """Prove the links of a measured plan's host; return the proof, and what its plan does not know.
 
-    The proof is None where no GPU is here, the other "" where the links are as they were planned.
+    The proof is None where no GPU is here, or the plan is of several hosts or was not measured on
+    GPUs; the other is "" where the links are as they were planned.
     """
+    if not plan.cluster.closes or plan.simulated or plan.dry_run:
+        return None, ""
     proof = prove_host(plan.gpus, say=say).links
     if proof is None:
         return None, ""
