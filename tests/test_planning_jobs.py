@@ -8,17 +8,22 @@ import pytest
 from tccl_profiler.cluster.facts import Interface
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.model.cluster import Cable
+from tccl_py.model.links import LinkFact, Proof
 from tccl_py.model.machine import Knowledge
 from tccl_py.model.measurement import NIC_TRANSPORTS, Measurement
+from tccl_py.nccl.view import view
+from tccl_py.plan.chains import FailingPair
 from tccl_py.planning.grow import Growth, plan_job
-from tccl_py.planning.opening_hosts import cluster_of_job, simulated_cluster
+from tccl_py.planning.opening_hosts import cluster_of_job, cluster_subject, simulated_cluster
 from tccl_py.planning.probes import pair_rates
 from tccl_py.planning.request import PlanRequest
 from tccl_py.readers.lldp import Neighbour
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.sources.bench import Bench
+from tests.cluster_plans import FOUR
 from tests.cluster_plans import PAIR as MACHINE
+from tests.faulty_links import links_of
 
 GBPS, SLOW_GBPS = 20.0, 4.0
 RACK = ("h0", "h1")
@@ -64,15 +69,15 @@ class Hosts(Bench):
 
     conditions = ""
 
-    def __init__(self, *names, network="nccl", **rates):
+    def __init__(self, *names, network="nccl", machine=MACHINE, proofs=None, **rates):
         self.network = Network(**rates)
         super().__init__(self.network)
-        nics = MACHINE.nics
+        nics = machine.nics
         hosts = [
             SimpleNamespace(
                 name=name,
-                machine=MACHINE,
-                knowledge=Knowledge(),
+                machine=machine,
+                knowledge=Knowledge(peer_access_default=True),
                 ranks=(2 * number, 2 * number + 1),
                 addresses={
                     nic.index: Interface(name=nic.name, address="", up=True) for nic in nics
@@ -80,7 +85,9 @@ class Hosts(Bench):
             )
             for number, name in enumerate(names)
         ]
-        self.session = SimpleNamespace(hosts=hosts, transport=NIC_TRANSPORTS[network])
+        self.session = SimpleNamespace(
+            hosts=hosts, transport=NIC_TRANSPORTS[network], proofs=lambda force: proofs
+        )
 
     def summary(self, _):
         return ("by a stand-in",)
@@ -167,6 +174,77 @@ def test_rings_that_cannot_be_measured_at_once_leave_a_notice():
     plan, _ = planned(Hosts("h0", "h1", "h2", together=False))
     assert plan.whole_ring_gbps is None
     assert any("could not be measured all at once" in notice for notice in plan.notices)
+    assert any("GPU Direct RDMA): not proven" in notice for notice in plan.notices)
+
+
+# Hosts that proved their links
+
+SOUND = Proof(verdict="sound")
+HANGS = Proof(
+    verdict="hangs",
+    common="GPU 1",
+    what="nothing that GPU 1 writes arrives",
+    facts=tuple(
+        LinkFact(one=min(1, n), other=max(1, n), state="broken", verdict="hangs", what="nothing")
+        for n in (0, 2, 3)
+    ),
+)
+BUSY = Proof(verdict="inconclusive", what="GPU 0 is in use")
+
+
+def subject_with(proofs, monkeypatch, **request):
+    """What is planned for over four GPUs a host, with these proofs; and what was said."""
+    source, told = Hosts(*proofs, machine=FOUR, proofs=proofs), []
+    monkeypatch.setattr("tccl_py.planning.opening_hosts.open_hosts", lambda *_, **__: source)
+    request = msgspec.structs.replace(REQUEST, version="2.28", **request)
+    subject = cluster_subject(
+        request, object(), SimpleNamespace(enter_context=lambda opened: opened), told.append
+    )
+    return subject, told
+
+
+def test_a_host_with_broken_links_is_named_and_no_host_is_planned_over_such(monkeypatch):
+    proofs = {"h0": SOUND, "h1": SOUND, "h2": HANGS, "h3": BUSY}
+    subject, told = subject_with(proofs, monkeypatch)
+    plan = subject.search(None)
+    classes = plan.cluster.host_classes
+    assert classes["h0"] == classes["h1"] == classes["h3"] != classes["h2"]
+    broken = "host h2: links: hangs (GPU 1): nothing that GPU 1 writes arrives; "
+    assert f"{broken}all hosts run without this P2P, unless it is left out" in plan.notices
+    assert "host h3: links: not proven: GPU 0 is in use" in plan.notices
+    assert set(told) >= set(plan.notices[:2])
+    assert plan.choices["default"].fails.verdict == "hangs"
+    assert FailingPair("h2 GPU 0", "h2 GPU 1") in plan.choices["default"].fails.pairs
+    assert plan.recommended != "default"
+    for name in {plan.recommended, "variables"}:
+        settings = plan.choices[name].settings
+        for kind in plan.cluster.classes:
+            assert not view(kind.machine, kind.knowledge, settings).unsound
+    flows = {flow for one in subject.source.network.sets for flow in one.flows}
+    over = {link for flow in flows if "h2" in flow.hosts for link in links_of(flow)}
+    assert over.isdisjoint((fact.one, fact.other) for fact in HANGS.facts)
+
+
+def test_hosts_with_the_same_broken_links_are_one_class_whatever_was_seen(monkeypatch):
+    facts = tuple(msgspec.structs.replace(fact, what="something else") for fact in HANGS.facts)
+    proofs = {"h0": HANGS, "h1": HANGS, "h2": msgspec.structs.replace(HANGS, facts=facts)}
+    subject, told = subject_with(proofs, monkeypatch)
+    assert len(subject.search(None).cluster.classes) == 1
+    (named,) = [text for text in told if text.startswith("host h")]
+    assert named.startswith("host h[0-2]: links: hangs")
+    assert named.endswith("all hosts run without this P2P")
+
+
+def test_a_host_where_nccl_fails_without_p2p_too_ends_the_planning_by_name(monkeypatch):
+    causes = ("/dev/shm holds 64 MB: docker run --shm-size=1g",)
+    fails = Proof(verdict="host memory fails", what="No space left on device", causes=causes)
+    with pytest.raises(InputError, match=r"NCCL on host h1: .*No space.*leave it out; /dev/"):
+        subject_with({"h0": SOUND, "h1": fails}, monkeypatch)
+
+
+def test_hosts_of_memory_are_not_asked_for_a_proof(monkeypatch):
+    subject, told = subject_with({"h0": HANGS, "h1": SOUND}, monkeypatch, backend="host")
+    assert told == [] and not any("links" in text for text in subject.search(None).notices)
 
 
 def test_simulated_nodes_are_counted_or_listed_and_not_two_different_numbers(tmp_path):

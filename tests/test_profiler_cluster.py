@@ -46,7 +46,10 @@ from tccl_profiler.profiler import Options
 from tccl_profiler.rates import ClockReading
 from tccl_profiler.shared_memory import RECORD
 from tccl_py.errors import InputError, MeasurementError, SourceLostError
+from tccl_py.files import encode_json
+from tccl_py.health.doctor import Diagnosis
 from tccl_py.launchers import in_job, only_serves
+from tccl_py.model.links import LinkFact, PairProof, Proof
 from tccl_py.model.machine import Fingerprint, Knowledge, Nic
 from tccl_py.model.transfer import parse_set
 from tests.processes import children
@@ -768,3 +771,77 @@ def test_an_agent_refuses_what_makes_no_sense():
             agents.ask(Agent.take, {"h1": (LinkStep(step="usable"),)})
         with pytest.raises(MeasurementError, match=r"^host h1: asked for close$"):
             agents.ask(Agent.close, {"h1": ()})
+
+
+# Proofs of links
+
+_BROKEN = Proof(
+    verdict="hangs",
+    common="GPU 1",
+    what="nothing that GPU 1 writes arrives",
+    pairs=(PairProof(source=1, target=0, mapping="cumem", verdict="hangs"),),
+    facts=(LinkFact(one=0, other=1, state="broken"),),
+)
+
+
+def _doctors(monkeypatch, program):
+    """Have agents run this program as their doctor."""
+    command = [sys.executable, "-c", program]
+    monkeypatch.setattr("tccl_profiler.cluster.agent.child_command", lambda *_: command)
+
+
+def test_all_hosts_prove_their_links_at_once(monkeypatch, tmp_path):
+    met = tmp_path / "met"
+    met.mkdir()
+    found = encode_json(Diagnosis(findings=(), unseen=(), links=_BROKEN))
+    # Each waits until both run; it ends by 1, as a doctor does that finds something.
+    program = f"""
+import os, pathlib, sys, time
+(met := pathlib.Path({str(met)!r})).joinpath(str(os.getpid())).touch()
+while len(list(met.iterdir())) < 2:
+    time.sleep(0.01)
+print({found!r})
+sys.exit(1)
+"""
+    _doctors(monkeypatch, program)
+    with agent_in_thread("h0") as one, agent_in_thread("h1") as other:
+        proofs = Agents(FakeJob({"h0": one, "h1": other})).proofs(force=False)
+    assert proofs == {"h0": _BROKEN, "h1": _BROKEN}
+
+
+def test_hosts_without_two_gpus_have_no_proof_by_the_doctor_itself():
+    with agents_in_processes(["h0", "h1"]) as job:
+        assert Agents(job).proofs(force=False) == {}
+
+
+@pytest.mark.parametrize(
+    ("program", "why"),
+    [
+        ("import sys; sys.exit('cupy is broken')", "ended with code 1: cupy is broken"),
+        ("print('{}')", "ended with code 0: no output"),
+        ("import time; time.sleep(60)", "did not end within 0.3 s"),
+    ],
+)
+def test_a_doctor_that_fails_or_is_late_proves_nothing(monkeypatch, program, why):
+    _doctors(monkeypatch, program)
+    late = "sleep" in program
+    monkeypatch.setattr("tccl_profiler.cluster.agent.PROOF_S", 0.3 if late else 60.0)
+    with agent_in_thread("h0") as messenger:
+        proof = Agents(FakeJob({"h0": messenger})).proofs(force=True)["h0"]
+    assert proof == Proof(verdict="inconclusive", what=f"`tccl doctor` {why}")
+
+
+def test_a_proof_that_is_called_off_leaves_no_process(monkeypatch, tmp_path):
+    path = tmp_path / "pid"
+    program = f"import os, time; print(os.getpid(), file=open({str(path)!r}, 'w')); time.sleep(60)"
+    _doctors(monkeypatch, program)
+    with agent_in_thread("h0") as messenger:
+        agents = Agents(FakeJob({"h0": messenger}))
+        number = agents.number()
+        agents.tell("h0", number, say.call_of(Agent.prove, (False,)))
+        while not (path.exists() and path.read_text()):
+            time.sleep(0.01)
+        agents.give_up(["h0"])
+        assert agents.answers(number, ["h0"], Done) == {"h0": Done()}
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(path.read_text()), 0)

@@ -161,6 +161,7 @@ def plan(
         ib_gid_index=gid_index,
         subsets=True if gpus_per_job == EVERY_SET else None,
         gpus_per_job=gpus_per_job,
+        prove=prove,
     )
     ranks = in_job()
     _check(request, in_job=ranks, force=force, tune=tune)
@@ -171,7 +172,7 @@ def plan(
         if tune and not several:
             _check_tuning()
         job = stack.enter_context(_job()) if ranks else None
-        request, asked = _with_proof(request, job, prove=prove)
+        request, asked = _with_proof(request, job)
         subject = subject_of(request, job, stack, notice, asked=asked)
         if job is not None and tune:
             _check_tuning(job)
@@ -213,18 +214,17 @@ def plan(
     notice(f"wrote {output}")
 
 
-def _with_proof(
-    request: PlanRequest, job: Job | None, *, prove: bool
-) -> tuple[PlanRequest, tuple[AskedJob, ...]]:
+def _with_proof(request: PlanRequest, job: Job | None) -> tuple[PlanRequest, tuple[AskedJob, ...]]:
     """Prove the links where GPUs of this host are planned; return what NCCL did for it, too."""
     by_model = request.simulate is not None or request.backend == "host"
     if job is None and not request.names_hosts and not by_model:
         from tccl_py.cli.health import proven_host  # noqa: PLC0415 (loads much)
 
-        _, links, asked = proven_host(force=prove, gpus=request.gpus, plans=True)
+        _, links, asked = proven_host(force=request.prove, gpus=request.gpus, plans=True)
         return replace(request, links=links), asked
-    if prove:
-        raise InputError("--prove", "is for the GPUs of this host", "leave it out")
+    # The hosts of a job prove their links when they are opened.
+    if request.prove and (job is None or by_model):
+        raise InputError("--prove", "is for GPUs that are measured", "leave it out")
     return request, ()
 
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 import msgspec
 
 from tccl_py.errors import InputError, check_type, require
-from tccl_py.files import check_value
+from tccl_py.files import check_value, picked
 from tccl_py.model.cluster import (
     Cluster,
     Host,
@@ -21,6 +21,7 @@ from tccl_py.model.cluster import (
     check_hosts_once,
     class_name,
 )
+from tccl_py.model.links import LinkFact
 from tccl_py.model.machine import Gpu, Knowledge, Machine, Nic, PciBridge
 
 _Linked = TypeVar("_Linked", PciBridge, Gpu, Nic)
@@ -203,8 +204,10 @@ def _canonical_knowledge(
         if all(ends):
             one, other = sorted(ends)
             links.append(msgspec.structs.replace(link, one=one, other=other, note=""))
+    facts = [LinkFact(**picked(fact, "one", "other", "state")) for fact in knowledge.links or ()]
     return msgspec.structs.replace(
         knowledge,
+        links=tuple(facts),
         peer_access=tuple(sorted(knowledge.peer_access, key=lambda f: (f.source, f.target))),
         hidden_links=tuple(sorted(links, key=lambda link: (link.one, link.other))),
     )

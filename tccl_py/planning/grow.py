@@ -41,6 +41,10 @@ _SETS = 3
 _95_PERCENT = 1.96
 WHOLE_RING_HOSTS = 64
 """On more hosts the rings are not measured all at once."""
+_NICS_NOT_PROVEN = (
+    "GPUs and NICs (GPU Direct RDMA): not proven on all hosts, for the bytes of the rings over all "
+    "were not compared"
+)
 
 
 class KnownPlan(msgspec.Struct, frozen=True):
@@ -229,10 +233,13 @@ def _sample(chains: Sequence[PlanChain], error: float) -> Sample:
 
 def _finished(made: Plan, source: HostsSource, notices_of_hosts: tuple[str, ...]) -> Plan:
     """Return a plan with the rate of all rings at once, its notices, and counts of sets."""
+    transport = source.session.transport
     if made.assumed:
-        notices_of_hosts += (source.session.transport.unmeasured,)
+        notices_of_hosts += (transport.unmeasured,)
     elif not made.cancelled:
         made = _with_whole_ring(made, source)
+    if transport.joins_gpus and made.whole_ring_gbps is None:
+        notices_of_hosts += (_NICS_NOT_PROVEN,)
     # Answers of the journal were measured by an earlier run.
     answered, count = made.sets_measured + made.sets_remembered, source.sets_measured
     notices = (*made.notices, *notices_of_hosts, *source.summary(source.conditions))

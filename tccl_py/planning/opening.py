@@ -14,7 +14,7 @@ from tccl_py.errors import InputError, require
 from tccl_py.files import check_path, missing, refused
 from tccl_py.model.cluster import single_host
 from tccl_py.model.links import Proof
-from tccl_py.model.machine import Fingerprint
+from tccl_py.model.machine import Fingerprint, Knowledge
 from tccl_py.model.measurement import JOURNAL_FILE
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.plan.chains import Failure, PlanChoice
@@ -136,9 +136,7 @@ def _here(request: PlanRequest, say: Say, asked: Sequence[AskedJob]) -> Subject:
         for text in not_pinned(request.pinned_env):
             say(text)
     proof = request.links
-    if proof is not None and proof.facts:
-        knowledge = msgspec.structs.replace(place.knowledge, links=proof.facts)
-        place = msgspec.structs.replace(place, knowledge=knowledge)
+    place = msgspec.structs.replace(place, knowledge=with_proof(place.knowledge, proof))
     named = _named_gpus(request, place, say)
     source = open_source(place, gpus=named, options=request.options)
 
@@ -164,6 +162,13 @@ def _here(request: PlanRequest, say: Say, asked: Sequence[AskedJob]) -> Subject:
         return msgspec.structs.replace(made, notices=(*made.notices, *noticed))
 
     return Subject(search=search, source=source, fingerprint=place.fingerprint)
+
+
+def with_proof(knowledge: Knowledge, proof: Proof | None) -> Knowledge:
+    """Return knowledge of a machine with the links that its proof leaves to no plan."""
+    if proof is None or not proof.facts:
+        return knowledge
+    return msgspec.structs.replace(knowledge, links=proof.facts)
 
 
 def judged_by(plan: Plan, proof: Proof) -> Plan:

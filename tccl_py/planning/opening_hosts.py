@@ -15,15 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tccl_py.errors import InputError, require
+from tccl_py.errors import InputError, counted, require
 from tccl_py.files import picked
 from tccl_py.model.cluster import Cluster, cabled_nics, check_cluster, compress
+from tccl_py.model.links import Proof
 from tccl_py.model.reports import HostReport, cluster_of, split
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.tables import KeptTable, table_files
 from tccl_py.planning.grow import Growth, KnownPlan, grown_plan, plan_job, read_known_plan
 from tccl_py.planning.installed_nccl import version_to_plan
-from tccl_py.planning.opening import UNDER_MPI, Say, Subject, simulated
+from tccl_py.planning.opening import UNDER_MPI, Say, Subject, simulated, with_proof
 from tccl_py.planning.plan_sources import addresses_of, heard_by, planned_models
 from tccl_py.planning.request import PlanRequest
 from tccl_py.readers.cables import (
@@ -123,13 +124,17 @@ def _of_job(
     )
     source = stack.enter_context(opened)
     _say_known(known, [host.name for host in source.session.hosts], say)
+    proofs: dict[str, Proof] = {}
     if request.backend != "host":
+        say(f"{counted(len(source.session.hosts), 'host')} prove the links between their GPUs")
+        proofs = source.session.proofs(force=request.prove)
         version = request.version or version_to_plan(say, source.session.hosts[0].nccl)
         request = msgspec.structs.replace(request, version=version)
         planned = version if known is None else known.plan.settings.version
         if planned != version:
             say(f"these hosts have NCCL {version}, and the plan is for {planned}")
-    cluster = cluster_of_job(source, request.switches, known)
+    doubts = doubts_of_links(proofs)
+    cluster = cluster_of_job(source, request.switches, known, proofs)
     bits = subnet_prefix(cluster.cables, addresses_of(source), where="this MPI job")
     request = msgspec.structs.replace(request, subnet_prefix=bits)
 
@@ -137,14 +142,43 @@ def _of_job(
         for text in texts:
             say(text)
 
+    say_each(doubts)
+
     def search(reporter: Reporter | None) -> Plan:
         try:
             growth = Growth(request, known, reporter, tables)
-            return plan_job(source, cluster, growth, say=say_each)
+            made = plan_job(source, cluster, growth, say=say_each)
+            return msgspec.structs.replace(made, notices=(*doubts, *made.notices))
         finally:
             source.close()
 
     return Subject(search=search, source=source)
+
+
+def doubts_of_links(proofs: Mapping[str, Proof]) -> tuple[str, ...]:
+    """Return a notice on hosts whose links are not sound, one for all that are so alike.
+
+    Raises InputError: NCCL fails on hosts whatever their links.
+    """
+    failing = [host for host, proof in proofs.items() if proof.verdict == "host memory fails"]
+    if failing:
+        proof = proofs[failing[0]]
+        right = "; ".join(("leave it out", *proof.causes[:1]))
+        where = f"NCCL on host {compress(failing)}"
+        raise InputError(where, f"fails, without P2P too: {proof.what}", right)
+    alike: dict[tuple[str, bool], list[str]] = defaultdict(list)
+    for host, proof in proofs.items():
+        verdict = "not proven" if proof.verdict == "inconclusive" else proof.verdict
+        common = f" ({proof.common})" if proof.common else ""
+        if verdict != "sound":
+            words = f"links: {verdict}{common}: {proof.what}"
+            alike[words, bool(proof.facts)].append(host)
+    return tuple(
+        f"host {compress(names)}: {words}"
+        + "; all hosts run without this P2P" * avoided
+        + ", unless it is left out" * (avoided and len(names) < len(proofs))
+        for (words, avoided), names in alike.items()
+    )
 
 
 def simulated_cluster(
@@ -180,14 +214,20 @@ def named_cluster(known: KnownPlan, hosts: Sequence[HostSlots], switches: Path |
 
 
 def cluster_of_job(
-    source: HostsSource, switches: Path | None, known: KnownPlan | None = None
+    source: HostsSource,
+    switches: Path | None,
+    known: KnownPlan | None = None,
+    proofs: Mapping[str, Proof] = {},
 ) -> Cluster:
-    """Return the cluster of a job's hosts, with the switches of a file."""
+    """Return the cluster of a job's hosts, with the switches of a file.
+
+    Hosts by whose `proofs` other links may not be used are of other classes.
+    """
     reports = [
         HostReport(
             host=host.name,
             machine=host.machine,
-            knowledge=host.knowledge,
+            knowledge=with_proof(host.knowledge, proofs.get(host.name)),
             # One rank on a host is its agent; more are the ranks of a job.
             slots=len(host.ranks) if len(host.ranks) > 1 else None,
         )

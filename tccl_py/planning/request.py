@@ -55,7 +55,8 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     and `hosts` are simulated ones, and with `extend`, the directory of a cluster's plan, those that
     it grows by. The fields from `version` on are as `make_plan` and `make_cluster_plan` take them,
     and all that `plan_hosts` reads; the others are as the options of `tccl plan`, and `links` the
-    proof of the links of this machine, if one was made.
+    proof of the links of this machine, if one was made. With `prove` P2P that may do harm
+    is tried as well.
     """
 
     simulate: str | None = None
@@ -82,6 +83,7 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     subnet_prefix: int | None = None
     gpus_per_job: str | None = None
     links: Proof | None = None
+    prove: bool = False
 
     def __post_init__(self) -> None:
         strategy_name(self.strategy)  # Raises InputError

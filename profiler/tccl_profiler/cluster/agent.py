@@ -11,6 +11,7 @@ import os
 import secrets
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -38,8 +39,9 @@ from tccl_profiler.pool import Pool
 from tccl_profiler.program import HostProgram
 from tccl_profiler.session import pool_of
 from tccl_profiler.watch import warnings, watching
-from tccl_py.children import search_path
+from tccl_py.children import child_command, child_environment, search_path
 from tccl_py.errors import MeasurementError, TcclError, Terminated, limit_reached
+from tccl_py.model.links import Proof
 from tccl_py.model.transfer import place_named
 from tccl_py.rank_processes.forkserver import ForkServer
 from tccl_py.rank_processes.rank import Rendezvous
@@ -47,6 +49,8 @@ from tccl_py.rank_processes.tasks import RankOutput, Task, run_tasks
 from tccl_py.readers.live import check_cupy
 
 SILENCE_S = 30.0  # the controller is lost after so long without a message
+PROOF_S = 300.0  # a proof of links takes less, whatever hangs
+_LOOK_S, _END_S = 0.1, 10.0
 _RELEASE_S = 10.0  # lanes that wait to be released give up after as long; see Timeouts
 _STARTED_S = 200e-6  # time from the release of lanes to their start
 _BOUND = (
@@ -69,6 +73,12 @@ class Ran(msgspec.Struct, frozen=True, kw_only=True):
 
     results: tuple[RunResult, ...]
     early_ns: tuple[int, ...]
+
+
+class _Diagnosis(msgspec.Struct):
+    """What an agent reads of the JSON of `tccl doctor`."""
+
+    links: Proof | None
 
 
 class Agent:
@@ -188,6 +198,43 @@ class Agent:
             self._name, backend=backend, devices=devices, interfaces=interfaces
         )
         return self._facts
+
+    def prove(self, force: bool) -> Proof | None:
+        """Have `tccl doctor` prove this host's links; None with fewer than two GPUs.
+
+        `force` also tries P2P that may do harm. A doctor that fails or is late proves nothing.
+        """
+        with subprocess.Popen(
+            child_command("tccl_py", "doctor", "--json", *["--prove"] * force),
+            env=child_environment(self.environment(())[0]),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        ) as doctor:
+            try:
+                output, said = self._until_ended(doctor)
+                return msgspec.json.decode(output, type=_Diagnosis).links
+            except TimeoutError:
+                why = f"did not end within {PROOF_S:g} s"
+            except msgspec.DecodeError:
+                last = said.decode(errors="replace").strip().rpartition("\n")[2]
+                why = f"ended with code {doctor.returncode}: {last or 'no output'}"
+            finally:
+                # With its own children and NCCL's files; else the kernel ends these with it.
+                doctor.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    doctor.wait(_END_S)
+                doctor.kill()
+        return Proof(verdict="inconclusive", what=f"`tccl doctor` {why}")
+
+    def _until_ended(self, child: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
+        """Return what a child wrote, unless the controller calls it off. Raises TimeoutError."""
+        until = time.monotonic() + PROOF_S
+        while time.monotonic() < until:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return child.communicate(timeout=_LOOK_S)
+            self._look()
+        raise TimeoutError
 
     def _opened(self) -> Pool:
         if self._pool is None:
@@ -323,7 +370,7 @@ class Agent:
 
 
 _METHODS = (Agent.clock, Agent.describe, Agent.open, Agent.ping, Agent.take, Agent.run)
-_OF_RANKS = (Agent.environment, Agent.open_rendezvous, Agent.run_ranks)
+_OF_RANKS = (Agent.prove, Agent.environment, Agent.open_rendezvous, Agent.run_ranks)
 CALLED: Mapping[str, Callable[..., Any]] = {m.__name__: m for m in (*_METHODS, *_OF_RANKS)}
 
 

@@ -17,7 +17,7 @@ import msgspec
 
 from tccl_profiler import messages
 from tccl_profiler.cluster import messages as say
-from tccl_profiler.cluster.agent import Agent, Ran
+from tccl_profiler.cluster.agent import PROOF_S, Agent, Ran
 from tccl_profiler.cluster.facts import HostFacts
 from tccl_profiler.cluster.job import Job
 from tccl_profiler.cluster.messages import Backoff, Message
@@ -38,6 +38,7 @@ from tccl_profiler.nccl_links import process_variables
 from tccl_profiler.program import Link, Program
 from tccl_profiler.rates import ClockReading, offset_from_pings
 from tccl_py.errors import InputError, MeasurementError, SourceLostError
+from tccl_py.model.links import Proof
 from tccl_py.model.transfer import TransferSet, place_named
 from tccl_py.rank_processes.rank import Rendezvous
 from tccl_py.rank_processes.tasks import RankOutput, Task
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 _LOOK_S = 0.2
 _PING_LIMIT_S = 0.1
 _RELEASES, _LINKS = 3, 2  # attempts at a run, where hosts were late and where a link broke
-_SPARE_S = 30.0  # time after the ranks' own timeout in which an agent reports it
+_SPARE_S = 30.0  # time after the timeout of what an agent runs in which it reports it
 
 
 FIRST_PINGS, _PINGS = 40, 12
@@ -193,6 +194,14 @@ class Agents:
         """Return the hosts' facts by name; `interfaces` are their NICs, if not their own."""
         arguments = (backend, devices, tuple(interfaces))
         return self.ask(Agent.describe, dict.fromkeys(self.hosts, arguments))
+
+    def proofs(self, *, force: bool) -> dict[str, Proof]:
+        """Have all hosts prove their links at once, before workers start; return it by host.
+
+        Hosts with fewer than two GPUs have none. `force` is as `Agent.prove` takes it.
+        """
+        answers = self.ask(Agent.prove, dict.fromkeys(self.hosts, (force,)), PROOF_S + _SPARE_S)
+        return {host: proof for host, proof in answers.items() if proof is not None}
 
     def reading(self, host: str, count: int) -> ClockReading:
         """Return a host's clock against this host's, by so many pings."""

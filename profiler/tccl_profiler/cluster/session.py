@@ -18,6 +18,7 @@ from tccl_profiler.precision import WindowLimits
 from tccl_profiler.profiler import Options, Profiler
 from tccl_profiler.rates import Clock, ClockReading
 from tccl_py.errors import SourceLostError
+from tccl_py.model.links import Proof
 from tccl_py.model.measurement import NIC_TRANSPORTS, Backend, JournalHeader
 from tccl_py.model.transfer import TransferSet, place_named
 
@@ -126,6 +127,10 @@ class ClusterSession:
                 self.pool, options=self.options, source=source, notices=self.notices
             )
         return self._profiler
+
+    def proofs(self, *, force: bool = False) -> dict[str, Proof]:
+        """Return the proof of each host's links; see `Agents.proofs`."""
+        return self._agents.proofs(force=force)
 
     def end_workers(self) -> None:
         """End the workers, so that the devices are free; the next measurement starts new ones."""
