@@ -463,6 +463,15 @@ def test_algorithms_of_some_collectives_beside_protocols_of_all_are_told(
     assert severities == ["hang"] * fails
 
 
+@pytest.mark.parametrize("gpus", [False, True])
+def test_gpus_and_nics_are_not_proven_by_a_host_alone(tmp_path, gpus):
+    host = recorded("clean", tmp_path, driver=driver(2)) if gpus else HostState(root=tmp_path)
+    write(tmp_path, "sys/class/infiniband/mlx5_0/node_guid", "1")
+    whys = {one.what: one.why for one in examine(host).unseen}
+    named = [whys[what] for what in whys if "mlx5_0 carry data (GPU Direct RDMA)" in what]
+    assert [why.startswith("not proven: ") for why in named] == [True] * bool(gpus)
+
+
 def test_ll128_is_nccls_own_affair_where_nvlink_joins_all_gpus(tmp_path):
     state = driver(2)
     gpus = tuple(dataclasses.replace(gpu, links={"": 18}) for gpu in state.gpus)

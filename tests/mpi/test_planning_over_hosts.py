@@ -2,7 +2,9 @@
 
 import itertools
 import json
+import os
 import shutil
+import subprocess
 
 import msgspec
 import pytest
@@ -188,3 +190,45 @@ def test_every_pair_of_the_grown_plan_gets_what_its_links_have(grown, tmp_path):
         slowest = SLOW_GBPS if "h3" in pair else LINK_GBPS
         with unless_busy():
             assert load_plan(place).rate_gbps == near(slowest * PAYLOAD)
+
+
+# The proof of links, for which hosts have no GPUs here: another program stands in for the doctor.
+
+STAND_IN = """\
+import socket, sys
+from tccl_py import children
+real = children.child_command
+
+def command(module, *arguments):
+    if arguments[:1] != ("doctor",):
+        return real(module, *arguments)
+    verdict = {"h1": "hangs", "h2": "sound"}.get(socket.gethostname())
+    links = {"verdict": verdict, "what": " ".join(arguments)} if verdict else None
+    return [sys.executable, "-c", f"import json; print(json.dumps({{'links': {links}}}))"]
+
+children.child_command = command
+"""
+CONTROLLER = """\
+import sys
+from tccl_py.files import encode_json
+from tccl_py.sources.hosts import join_job, open_hosts
+with join_job() as job:
+    if not job.is_controller:
+        sys.exit(job.serve())
+    with open_hosts(job, backend="host", devices=1, interfaces="eth0") as source:
+        proofs = source.session.proofs(force=True)
+        print(encode_json({host: [proof.verdict, proof.what] for host, proof in proofs.items()}))
+"""
+
+
+def test_every_host_of_a_job_proves_its_own_links(namespaces, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(STAND_IN)
+    program = tmp_path / "controller.py"
+    program.write_text(CONTROLLER)
+    *launcher, _, _ = namespaces.mpirun(hosts=("h0", "h1", "h2"))
+    more = {"env": {**os.environ, "PYTHONPATH": str(tmp_path)}, "timeout": 120}
+    command = [*launcher[:-1], "-x", "PYTHONPATH", launcher[-1], str(program)]
+    ran = subprocess.run(command, check=False, capture_output=True, text=True, **more)
+    assert ran.returncode == 0, ran.stderr
+    said = "doctor --json --prove"
+    assert json.loads(ran.stdout) == {"h1": ["hangs", said], "h2": ["sound", said]}
