@@ -195,9 +195,7 @@ def _flows(plan: Plan, subset: SubsetRings) -> list[Flow]:
     def placed(hop: Hop) -> bool:
         return hop.flow.through in (None, nodes.get(hop.source, hop.flow.through))
 
-    hops = {pair: tuple(filter(placed, choices)) for pair, choices in space.hops.items()}
-    ring = ring_like(msgspec.structs.replace(space, hops=hops), subset.rings[0])
-    return [hop.flow for hop in ring.hops]
+    return [hop.flow for hop in ring_like(space.only(placed), subset.rings[0]).hops]
 
 
 def _path(gpus: tuple[int, ...], chain: PlanChain, *, is_image: bool) -> ForkPath | None:

@@ -34,11 +34,7 @@ def plan_of(name, **more):
 def through(space, subset):
     """The space with the hops through the NUMA nodes that a plan names for a set of GPUs."""
     nodes = dict(zip(subset.gpus, subset.nodes, strict=False))
-    hops = {
-        pair: tuple(h for h in found if h.flow.through == nodes.get(pair[0], h.flow.through))
-        for pair, found in space.hops.items()
-    }
-    return msgspec.structs.replace(space, hops=hops)
+    return space.only(lambda h: h.flow.through == nodes.get(h.source, h.flow.through))
 
 
 def needing_a_graph(plan):

@@ -1,17 +1,24 @@
 """Paths and transports against what NCCL's own graph code reported, and hop spaces of them."""
 
-from itertools import permutations
+from itertools import pairwise, permutations
 
 import msgspec
 import pytest
 
 from tccl_py.errors import InputError
 from tccl_py.model.machine import Knowledge, Machine, Nic, NvLink, PciBridge, PciLink, PeerAccess
+from tccl_py.model.rings import ring_like
+from tccl_py.nccl import transport
 from tccl_py.nccl.communicators import parse_log, transport_of
 from tccl_py.nccl.paths import shortest_paths
 from tccl_py.nccl.settings import Settings, settings_from_environment
 from tccl_py.nccl.system import build_system
-from tccl_py.nccl.transport import final_channels, hop_space, pair_mechanism
+from tccl_py.nccl.transport import (
+    final_channels,
+    hop_space,
+    mechanism_flow,
+    pair_mechanism,
+)
 from tccl_py.nccl.view import view
 from tests.nccl_cases import CASES, case_name, machine, stock_choices
 from tests.tccl_databases import free_hop_space
@@ -207,6 +214,23 @@ def test_rings_of_a_set_share_the_channels():
     node = toy_machine(gpus=2)
     space = hop_space(view(node, Knowledge(), Settings(channels=4)), rings_in_set=2)
     assert [hop.flow.blocks for hop in space] == [4, 4]
+
+
+def test_known_rings_build_the_hops_of_their_own_pairs_alone(monkeypatch):
+    built = []
+
+    def counted(topo, kind, *pair, **options):
+        built.append(pair)
+        return mechanism_flow(topo, kind, *pair, **options)
+
+    monkeypatch.setattr(transport, "mechanism_flow", counted)
+    space = hop_space(view(toy_machine(gpus=8), Knowledge()))
+    ring, again = (ring_like(space, range(8)) for _ in range(2))
+    assert ring == again
+    assert sorted(built) == [*pairwise(range(8)), (7, 0)]
+    assert len([*space]) == len(built) == 8 * 7
+    own = space.only(lambda hop: hop.source == 0)
+    assert [*own] == [hop for hop in space if hop.source == 0]
 
 
 def test_a_hop_space_is_named_after_its_settings():

@@ -262,6 +262,22 @@ def test_numbered_hops_have_the_same_canonical_set(seed):
     assert found == canonical(index.transfer_set(hops), symmetry)
 
 
+@pytest.mark.parametrize("gpus", [5, 9])
+def test_the_images_of_two_hops_among_even_gpus_join_their_gpus_in_the_same_way(gpus):
+    # All orders of nine GPUs are more than are listed.
+    index = HopIndex(space_of(range(gpus)), automorphisms(toy_machine(gpus=gpus)))
+    ends = [(hop.source, hop.target) for hop in index.hops]
+
+    def form(pair):
+        first = [[*ends[a], *ends[b]] for a, b in (pair, pair[::-1])]
+        return min([gpus.index(gpu) for gpu in gpus] for gpus in first)
+
+    pairs = [(a, b) for a in range(len(ends)) for b in range(a, len(ends))]
+    for pair in random.Random(gpus).sample(pairs, 12):
+        alike = [other for other in pairs if form(other) == form(pair)]
+        assert [tuple(row) for row in index.orbit(pair).tolist()] == alike
+
+
 def test_a_ring_begins_at_its_lowest_gpu():
     hops = [
         Hop(2, 0, direct_write(2, 0)),

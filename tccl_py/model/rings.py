@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, TypedDict
 
@@ -25,12 +25,35 @@ class Hop(msgspec.Struct, frozen=True, order=True):
     flow: Flow
 
 
+Pair = tuple[int, int]
+
+
+class PairHops(Mapping[Pair, tuple[Hop, ...]]):
+    """The hops of ordered pairs of GPUs, each built when it is first asked for."""
+
+    def __init__(self, pairs: Iterable[Pair], build: Callable[[Pair], tuple[Hop, ...]]) -> None:
+        self._built: dict[Pair, tuple[Hop, ...] | None] = dict.fromkeys(pairs)
+        self._build = build
+
+    def __getitem__(self, pair: Pair) -> tuple[Hop, ...]:
+        hops = self._built[pair]
+        if hops is None:
+            hops = self._built[pair] = self._build(pair)
+        return hops
+
+    def __iter__(self) -> Iterator[Pair]:
+        return iter(self._built)
+
+    def __len__(self) -> int:
+        return len(self._built)
+
+
 class HopSpace(msgspec.Struct, frozen=True, kw_only=True):
     """The hops a runtime, `name`, allows between ordered pairs of GPUs; pairs may have no hop."""
 
     name: str
     gpus: tuple[int, ...]
-    hops: Mapping[tuple[int, int], tuple[Hop, ...]]
+    hops: Mapping[Pair, tuple[Hop, ...]]
 
     def between(self, source: int, target: int) -> tuple[Hop, ...]:
         """Return the hops from `source` to `target`."""
@@ -39,6 +62,11 @@ class HopSpace(msgspec.Struct, frozen=True, kw_only=True):
     def __iter__(self) -> Iterator[Hop]:
         for pair in sorted(self.hops):
             yield from self.hops[pair]
+
+    def only(self, fits: Callable[[Hop], bool]) -> HopSpace:
+        """Return the space of the hops that fit."""
+        hops = PairHops(self.hops, lambda pair: tuple(filter(fits, self.hops[pair])))
+        return msgspec.structs.replace(self, hops=hops)
 
 
 class Ring(msgspec.Struct, frozen=True, order=True):

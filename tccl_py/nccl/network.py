@@ -20,6 +20,8 @@ from tccl_py.errors import InputError, SearchError, require
 from tccl_py.model.rings import (
     Hop,
     HopSpace,
+    Pair,
+    PairHops,
     Ring,
     entering,
     leaving,
@@ -60,11 +62,12 @@ def chain_space(
     `entries` and `exits` are flows with their GPU, several for a GPU reached by several NICs; the
     first are tried first.
     """
-    hops = dict(inner.hops)
+    ends: dict[Pair, tuple[Hop, ...]] = {}
     into = [Hop(WORLD, gpu, flow) for gpu, flow in entries]
     for hop in (*into, *(Hop(gpu, WORLD, flow) for gpu, flow in exits)):
         pair = hop.source, hop.target
-        hops[pair] = (*hops.get(pair, ()), hop)
+        ends[pair] = (*ends.get(pair, ()), hop)
+    hops = PairHops((*inner.hops, *ends), lambda pair: ends.get(pair) or inner.hops[pair])
     return HopSpace(name=f"{inner.name}, with the network", gpus=(WORLD, *inner.gpus), hops=hops)
 
 

@@ -14,7 +14,7 @@ import msgspec
 
 from tccl_py.errors import InputError, require
 from tccl_py.model.machine import Knowledge, Machine
-from tccl_py.model.rings import Hop, HopSpace, direct_read, direct_write
+from tccl_py.model.rings import Hop, HopSpace, Pair, PairHops, direct_read, direct_write
 from tccl_py.model.transfer import (
     DEFAULT_FIFO_BYTES,
     FIFO_SLOTS,
@@ -75,17 +75,19 @@ def hop_space(topo: NcclView, *, rings_in_set: int = 1) -> HopSpace:
     require(rings_in_set >= 1, "rings_in_set", f"is {rings_in_set}", "a set has at least one ring")
     channels = final_channels(settings, sm=topo.system.sm_min)
     blocks = blocks_of_ring(topo, rings_in_set)
-    hops = {}
-    for pair in () if topo.by_network or topo.unsound else permutations(topo.gpus, 2):
+
+    def build(pair: Pair) -> tuple[Hop, ...]:
         kind = pair_mechanism(topo, *pair)
         if kind in ("write", "read") and not topo.knowledge.can_access(topo.machine, *pair):
-            continue
-        hops[pair] = tuple(
+            return ()
+        return tuple(
             Hop(*pair, mechanism_flow(topo, kind, *pair, blocks=blocks, node=node))
             for node in _nodes(topo, kind, pair[0])
         )
+
+    pairs = () if topo.by_network or topo.unsound else permutations(topo.gpus, 2)
     name = f"nccl {settings.version}, {channels} channels {environment_text(settings)}".rstrip()
-    return HopSpace(name=name, gpus=topo.gpus, hops=hops)
+    return HopSpace(name=name, gpus=topo.gpus, hops=PairHops(pairs, build))
 
 
 def blocks_of_ring(topo: NcclView, rings_in_set: int) -> int:

@@ -9,8 +9,6 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from tccl_py.errors import InputError, check_type, counted, require
 from tccl_py.model.cluster import NodeClass
 from tccl_py.model.measurement import BandwidthSource
@@ -95,11 +93,7 @@ def _rate_on_host(
 def _by_nics(space: HopSpace, chain: PlanChain) -> HopSpace:
     """Return the space with the NICs of a chain alone."""
     nics = {(None, chain.entry_nic), (chain.exit_nic, None), (None, None)}
-    hops = {
-        pair: tuple(hop for hop in hops if nics_of(hop) in nics)
-        for pair, hops in space.hops.items()
-    }
-    return msgspec.structs.replace(space, hops=hops)
+    return space.only(lambda hop: nics_of(hop) in nics)
 
 
 def _orders(rings: Orders) -> list[Order]:

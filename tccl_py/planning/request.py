@@ -172,11 +172,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
         if not self.nodes:
             return space
         open_to = {gpu: (None, node) for gpu, node in self.nodes.items()}
-        hops = {
-            pair: tuple(hop for hop in choices if hop.flow.through in open_to[pair[0]])
-            for pair, choices in space.hops.items()
-        }
-        return msgspec.structs.replace(space, hops=hops)
+        return space.only(lambda hop: hop.flow.through in open_to[hop.source])
 
     @property
     def least_channels(self) -> int:

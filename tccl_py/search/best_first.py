@@ -8,6 +8,7 @@ it. Measurements are spent on reasons, not on every prefix.
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import itertools
 from collections.abc import Sequence
@@ -54,8 +55,12 @@ def chained(sequences: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 # The best ring set so far, and runners-up that noise may have misjudged.
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """A measured ring set: one sequence of hop numbers a ring, and its score in GB/s."""
+    """A measured ring set: one sequence of hop numbers a ring, and its score in GB/s.
 
+    Of two candidates the one of lower `order` is better.
+    """
+
+    order: tuple[float, int, int]
     score: float
     index: HopIndex
     sequences: Sequences
@@ -69,11 +74,6 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     def rings(self) -> RingSet:
         """The rings of these hops."""
         return self.index.rings(self.sequences)
-
-    @property
-    def bounces(self) -> int:
-        """The number of hops that bounce through host memory."""
-        return int(self.index.bounces[list(self.hops)].sum())
 
 
 class Incumbent:
@@ -111,8 +111,10 @@ class Incumbent:
         if score > self.score:
             self.improved_at = at
         rings = tuple(tuple(sequence) for sequence in sequences)
-        self._candidates.append(Candidate(score=score, index=index, sequences=rings))
-        self._candidates.sort(key=lambda c: (-round(c.score, 6), c.bounces, len(c.sequences)))
+        bounces = int(index.bounces[list(chained(rings))].sum())
+        order = (-round(score, 6), bounces, len(rings))
+        made = Candidate(order=order, score=score, index=index, sequences=rings)
+        bisect.insort(self._candidates, made, key=lambda one: one.order)
         del self._candidates[MAX_FINALISTS:]
 
     def measure(
@@ -345,7 +347,9 @@ class RingSetSearch:
         # Of these hops that the stabilizer exchanges, the smallest stands for all.
         if len(state.stabilizer) > 1:
             images = self.index.images[state.stabilizer[:, None], hops]
-            hops = hops[np.where(np.isin(images, hops), images, hops).min(axis=0) == hops]
+            among = np.zeros(len(self.index.hops), dtype=bool)
+            among[hops] = True
+            hops = hops[np.where(among[images], images, hops).min(axis=0) == hops]
         beside = self.bounds.beside(state.all_hops)
         children = []
         for hop in hops.tolist():
