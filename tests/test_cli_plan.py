@@ -284,6 +284,14 @@ def test_interfaces_are_refused_without_a_job_of_hosts(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("source", [("--simulate", SMALL), ("--backend", "host")])
+def test_a_proof_of_links_is_refused_where_no_gpu_is_measured(source, tmp_path):
+    result = tccl("plan", "-o", tmp_path / "plan", *source, "--prove")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == "tccl: --prove: is for GPUs that are measured; leave it out\n"
+    assert not list(tmp_path.iterdir())
+
+
 # interruptions
 
 

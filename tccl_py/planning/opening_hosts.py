@@ -133,16 +133,16 @@ def _of_job(
         planned = version if known is None else known.plan.settings.version
         if planned != version:
             say(f"these hosts have NCCL {version}, and the plan is for {planned}")
-    doubts = doubts_of_links(proofs)
-    cluster = cluster_of_job(source, request.switches, known, proofs)
-    bits = subnet_prefix(cluster.cables, addresses_of(source), where="this MPI job")
-    request = msgspec.structs.replace(request, subnet_prefix=bits)
 
     def say_each(texts: Iterable[str]) -> None:
         for text in texts:
             say(text)
 
+    doubts = doubts_of_links(proofs)
     say_each(doubts)
+    cluster = cluster_of_job(source, request.switches, known, proofs)
+    bits = subnet_prefix(cluster.cables, addresses_of(source), where="this MPI job")
+    request = msgspec.structs.replace(request, subnet_prefix=bits)
 
     def search(reporter: Reporter | None) -> Plan:
         try:
