@@ -41,6 +41,7 @@ class MadeUp:
     """Every flow has a rate of its own, from its text and a seed; equal flows share one."""
 
     simulated = True
+    noise = 0.0
 
     def __init__(self, seed, *, high=9):
         self._seed, self._high = seed, high

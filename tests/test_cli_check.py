@@ -53,6 +53,8 @@ def made(tmp_path_factory):
     directory = tmp_path_factory.mktemp("plans") / "plan"
     options = ("--simulate", NAME, "--noise", "0.02", "--max-sets", "40", "--rings", "1")
     assert tccl("plan", "-o", directory, *options).exit_code == 0
+    # Parts of rings, by which a slower link is told from those beside it.
+    assert tccl("show", directory, "--why").exit_code == 0
     return directory
 
 
