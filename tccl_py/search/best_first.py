@@ -205,6 +205,11 @@ class RingSetSearch:
         )
 
     @property
+    def ended(self) -> bool:
+        """Whether no set of this many rings can beat the incumbent, as far as bounds tell."""
+        return self.bound_gbps <= self.count * self._enough
+
+    @property
     def _enough(self) -> float:
         """Hop rate that a set must exceed to be worth finding."""
         return self._incumbent.lower_bound * (1 + self._problem.tolerance) / self.count

@@ -20,6 +20,7 @@ from tccl_py.model.rings import Ring, ring_like
 from tccl_py.model.symmetry import Symmetry, keeping
 from tccl_py.search.best_first import Candidate, Incumbent, RingSetSearch, Sequences, chained
 from tccl_py.search.bounds import DIFFERENCE, Evaluator, checked_index, distinct_cuts
+from tccl_py.search.local_search import LocalSearch
 from tccl_py.search.problem import (
     HopIndex,
     Hops,
@@ -36,6 +37,8 @@ from tccl_py.search.problem import (
 
 FEW_RING_SETS = 150
 """So few ring sets are measured one by one: bounds would cost more."""
+LOCAL_SHARE, LOCAL_SETS, LOCAL_IDLE_SETS = 0.7, 2000, 1000
+"""What a local search may measure: a share of the sets left, sets, and sets without success."""
 SPOT_CHECKS = 2
 """Further members measured of each class of hops that symmetries call equal."""
 LEAST_IMAGES, IMAGES_SHARE = 3, 0.1
@@ -338,6 +341,8 @@ def _search_all_counts(run: Run, indices: dict[int, HopIndex]) -> list[RingSetSe
         searches.append(search)
         try:
             search.dive()
+            if not search.ended:
+                _search_locally(run, search)
             search.relax(distinct_cuts(index, cuts))
             search.run()
         except BudgetSpentError:
@@ -347,6 +352,19 @@ def _search_all_counts(run: Run, indices: dict[int, HopIndex]) -> list[RingSetSe
     run.evaluator.allowance.allot(parts=1)
     _confirm(run)
     return searches
+
+
+def _search_locally(run: Run, search: RingSetSearch) -> None:
+    budget, count = run.problem.budget, search.count
+    LocalSearch(
+        search.index,
+        search.bounds,
+        run.evaluator,
+        run.incumbent,
+        rule=run.problem.rules.get(count),
+        sets=min(run.evaluator.allowance.left * LOCAL_SHARE, LOCAL_SETS),
+        idle_sets=budget.idle_sets / 2 if budget.idle_sets else LOCAL_IDLE_SETS,
+    ).run(count)
 
 
 def _holds(run: Run, searches: Sequence[RingSetSearch]) -> bool:

@@ -74,6 +74,11 @@ class Allowance:
         """The monotonic time at which all seconds are over."""
         return self._began + self._seconds
 
+    @property
+    def left(self) -> float:
+        """Sets that are allowed now."""
+        return self._most - self.spent
+
     def allot(self, *, parts: int) -> None:
         """Allow, from here on, one of `parts` equal parts of what is not spent."""
         self._most = self.spent + _whole((self._sets - self.spent) / parts)
