@@ -43,7 +43,7 @@ class LocalSearch:
         self._evaluator, self._incumbent = evaluator, incumbent
         self._idle_sets, self._begun, self._looks = idle_sets, evaluator.sets_measured, 0
         self._most = self._begun + sets
-        self._random = random.Random(0)  # a resumed plan draws the same
+        self._random = random.Random(self._begun)  # a resumed plan draws the same
         self._seen: set[Hops] = set()
 
     @property

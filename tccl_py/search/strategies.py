@@ -37,8 +37,10 @@ from tccl_py.search.problem import (
 
 FEW_RING_SETS = 150
 """So few ring sets are measured one by one: bounds would cost more."""
-LOCAL_SHARE, LOCAL_SETS, LOCAL_IDLE_SETS = 0.7, 2000, 1000
-"""What a local search may measure: a share of the sets left, sets, and sets without success."""
+LOCAL_SHARE, LOCAL_SETS = 0.7, 2000
+"""What a local search may measure: a share of the sets left, and sets."""
+LOCAL_IDLE_SETS, UNLIMITED_IDLE_SETS = 1000, 100
+"""Sets without a better ring that end it, with and without a limit of sets."""
 SPOT_CHECKS = 2
 """Further members measured of each class of hops that symmetries call equal."""
 LEAST_IMAGES, IMAGES_SHARE = 3, 0.1
@@ -339,12 +341,16 @@ def _search_all_counts(run: Run, indices: dict[int, HopIndex]) -> list[RingSetSe
         run.evaluator.allowance.allot(parts=len(indices) - turn)
         search = RingSetSearch(index, run.evaluator, run.incumbent, run.problem, count)
         searches.append(search)
+        begun, budget = run.evaluator.sets_measured, run.problem.budget
         try:
             search.dive()
-            if not search.ended:
-                _search_locally(run, search)
+            limited = run.evaluator.allowance.left < float("inf")
+            idle_sets = LOCAL_IDLE_SETS if limited else UNLIMITED_IDLE_SETS
+            _search_locally(run, search, budget.idle_sets / 2 if budget.idle_sets else idle_sets)
             search.relax(distinct_cuts(index, cuts))
             search.run()
+            if not budget.idle_sets:
+                _search_locally(run, search, (run.evaluator.sets_measured - begun) / 2)
         except BudgetSpentError:
             pass
         finally:
@@ -354,17 +360,18 @@ def _search_all_counts(run: Run, indices: dict[int, HopIndex]) -> list[RingSetSe
     return searches
 
 
-def _search_locally(run: Run, search: RingSetSearch) -> None:
-    budget, count = run.problem.budget, search.count
+def _search_locally(run: Run, search: RingSetSearch, idle_sets: float) -> None:
+    if search.ended:
+        return
     LocalSearch(
         search.index,
         search.bounds,
         run.evaluator,
         run.incumbent,
-        rule=run.problem.rules.get(count),
+        rule=run.problem.rules.get(search.count),
         sets=min(run.evaluator.allowance.left * LOCAL_SHARE, LOCAL_SETS),
-        idle_sets=budget.idle_sets / 2 if budget.idle_sets else LOCAL_IDLE_SETS,
-    ).run(count)
+        idle_sets=idle_sets,
+    ).run(search.count)
 
 
 def _holds(run: Run, searches: Sequence[RingSetSearch]) -> bool:
