@@ -140,7 +140,7 @@ def best_of_two_rings(source, gpus):
 
 @pytest.mark.parametrize(
     ("gpus", "sets", "seeds", "gap"),
-    [(6, 300, range(8), 0.05), (7, 300, range(8), 0.15), (7, 3000, (2, 4), 0.07)],
+    [(6, 300, range(8), 0.05), (7, 300, range(8), 0.19), (7, 3000, (2, 4), 0.07)],
 )
 def test_within_a_budget_the_best_found_is_near_what_brute_force_finds(gpus, sets, seeds, gap):
     """Best-first search alone is 0.23, 0.39 and 0.15 below the best in the mean."""
