@@ -38,12 +38,13 @@ class LocalSearch:
         rule: SetRule | None,
         sets: float,
         idle_sets: float,
+        seed: int,
     ) -> None:
         self._index, self._bounds, self._rule = index, bounds, rule
         self._evaluator, self._incumbent = evaluator, incumbent
         self._idle_sets, self._begun, self._looks = idle_sets, evaluator.sets_measured, 0
         self._most = self._begun + sets
-        self._random = random.Random(self._begun)  # a resumed plan draws the same
+        self._random = random.Random(seed)  # a resumed plan draws the same
         self._seen: set[Hops] = set()
 
     @property

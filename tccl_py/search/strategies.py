@@ -37,7 +37,7 @@ from tccl_py.search.problem import (
 
 FEW_RING_SETS = 150
 """So few ring sets are measured one by one: bounds would cost more."""
-LOCAL_SHARE, LOCAL_SETS = 0.7, 2000
+LOCAL_SHARE, LOCAL_SETS = 0.9, 2000
 """What a local search may measure: a share of the sets left, and sets."""
 LOCAL_IDLE_SETS, UNLIMITED_IDLE_SETS = 1000, 100
 """Sets without a better ring that end it, with and without a limit of sets."""
@@ -350,7 +350,7 @@ def _search_all_counts(run: Run, indices: dict[int, HopIndex]) -> list[RingSetSe
             search.relax(distinct_cuts(index, cuts))
             search.run()
             if not budget.idle_sets:
-                _search_locally(run, search, (run.evaluator.sets_measured - begun) / 2)
+                _search_locally(run, search, (run.evaluator.sets_measured - begun) / 2, seed=1)
         except BudgetSpentError:
             pass
         finally:
@@ -360,7 +360,7 @@ def _search_all_counts(run: Run, indices: dict[int, HopIndex]) -> list[RingSetSe
     return searches
 
 
-def _search_locally(run: Run, search: RingSetSearch, idle_sets: float) -> None:
+def _search_locally(run: Run, search: RingSetSearch, idle_sets: float, *, seed: int = 0) -> None:
     if search.ended:
         return
     LocalSearch(
@@ -371,6 +371,7 @@ def _search_locally(run: Run, search: RingSetSearch, idle_sets: float) -> None:
         rule=run.problem.rules.get(search.count),
         sets=min(run.evaluator.allowance.left * LOCAL_SHARE, LOCAL_SETS),
         idle_sets=idle_sets,
+        seed=seed,
     ).run(search.count)
 
 
