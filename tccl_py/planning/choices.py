@@ -256,7 +256,9 @@ def rated_choices(task: Task, variables: Variables | None = None) -> Rated:
             raise
         cancelled = True
     if not tried:
-        raise SearchError("no settings of NCCL give every GPU a hop that can be measured")
+        facts = task.unsound(settings)
+        why = f": {why_unsound(facts)}" if facts else ""
+        raise SearchError(f"no settings of NCCL give every GPU a hop that can be measured{why}")
     best = _smallest(tried)
     # Between hosts NCCL has buffers of other sizes as well.
     large = None if task.nics else _large_buffers(task, best, default, tried)
