@@ -61,8 +61,8 @@ def test_advice_after_a_search_that_ended_early_is_about_what_it_measured():
     assert "ended early" not in plan_of(SMALL).advice
 
 
-def test_three_choices_for_eight_gpus_take_no_more_than_1650_sets():
-    assert load_plan(PLANS / f"{ASUS}.json").sets_measured <= 1650
+def test_three_choices_for_eight_gpus_take_no_more_than_1800_sets_with_a_local_search():
+    assert load_plan(PLANS / f"{ASUS}.json").sets_measured <= 1800
 
 
 RATES = st.floats(1.0, 100.0)
