@@ -56,8 +56,11 @@ class LinksProof:
         if isinstance(output, RanksError):
             return pair_proofs(self._spec, []), str(output)
         ranks = decoded(output, range(len(self._spec.gpus)), LinksResult)
-        failed = [(gpu, rank) for gpu, rank in zip(self._spec.gpus, ranks, strict=True)]
-        errors = [f"GPU {gpu}, at {rank.at}: {rank.error}" for gpu, rank in failed if rank.error]
+        errors = [
+            f"GPU {gpu}, at {rank.at}: {rank.error}"
+            for gpu, rank in zip(self._spec.gpus, ranks, strict=True)
+            if rank.error
+        ]
         # A rank that waits for another one tells less than the other.
         errors.sort(key=lambda text: text.endswith("did not come"))
         return pair_proofs(self._spec, ranks), errors[0] if errors else ""
