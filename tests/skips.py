@@ -62,6 +62,7 @@ SAID = (
     "one network interface: there is no other NIC to name",
     "NVLS works here, which the cost model does not have",
     r"needs idle cores: a process gets \d+ % of one",
+    r"needs \d+ cores for as many workers, \d+ here",
 )
 """What a test said when it was skipped."""
 
@@ -119,10 +120,15 @@ def needs_idle_cores():
 
 
 @contextlib.contextmanager
-def unless_busy():
-    """Let what is measured in the block fail on idle cores alone, and skip the test on others."""
+def unless_busy(workers=1):
+    """Let what is measured in the block fail on idle cores alone, and skip the test on others.
+
+    Where workers that copy together are more than cores, the scheduler may keep them apart.
+    """
     try:
         yield
     except (AssertionError, MeasurementError):
         needs_idle_cores()
+        if workers > (here := len(os.sched_getaffinity(0))):
+            pytest.skip(f"needs {workers} cores for as many workers, {here} here")
         raise

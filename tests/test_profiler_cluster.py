@@ -589,9 +589,9 @@ def test_sets_that_span_hosts_are_measured(session):
 
 
 def measured_unless_busy(session, text):
-    """A set of both hosts, whose workers are more than there may be cores."""
+    """A set of both hosts, each with a worker for each of its two GPUs."""
     try:
-        with unless_busy():
+        with unless_busy(workers=4):
             (measurement,) = Checked(session).measure([parse_set(text)])
     except BaseException:
         session.notices.clear()

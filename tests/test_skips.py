@@ -46,5 +46,12 @@ def test_what_is_measured_may_fail_on_idle_cores_and_is_skipped_by_name_on_busy_
     assert raised is AssertionError or skips.is_listed(str(caught.value))
 
 
+def test_workers_that_are_more_than_cores_may_fail_and_are_skipped_by_name(monkeypatch):
+    monkeypatch.setattr(skips, "share_of_a_core", lambda: 1.0)
+    with pytest.raises(pytest.skip.Exception) as caught, skips.unless_busy(workers=10**6):
+        raise AssertionError
+    assert skips.is_listed(str(caught.value))
+
+
 def test_a_process_that_is_alone_on_its_core_gets_a_share_of_it():
     assert 0 < skips.share_of_a_core() < 1.1

@@ -44,7 +44,15 @@ from tccl_py.planning.request import (
     gpus_of_classes,
     task_for,
 )
-from tccl_py.planning.study import Choice, JoinedRings, Stock, assembled, limit_gbps, measured_well
+from tccl_py.planning.study import (
+    Choice,
+    JoinedRings,
+    Stock,
+    assembled,
+    limit_gbps,
+    measure_hops_alone,
+    measured_well,
+)
 from tccl_py.search.problem import Budget, Reporter
 from tccl_py.search.strategies import Strategy
 from tccl_py.sources.bench import Allowance, Bench, UnsoundLinkError, bench_for
@@ -268,6 +276,7 @@ class OneHost:
         # Two sets, which those for subsets of GPUs must not use up.
         rings = self.choices[plan.recommended].rings
         limit = limit_gbps(self.task.source, rings, assumed=plan.assumed)
+        measure_hops_alone(self.task.source, self.choices["graph"].rings)
         notices = (*plan.notices, *sound_part(self.task, plan))
         plan = msgspec.structs.replace(plan, limit_gbps=limit, notices=notices)
         yield plan

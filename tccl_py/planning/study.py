@@ -189,6 +189,14 @@ def limit_gbps(source: BandwidthSource, rings: RingSet, *, assumed: bool) -> flo
     return max(rates, default=None)
 
 
+def measure_hops_alone(source: Bench, rings: RingSet) -> None:
+    """Measure each hop of a ring set alone, where none was: by these `check` tells links apart."""
+    hops = [transfer_set([flow]) for flow in dict.fromkeys(rings.flows.flows)]
+    if not any(source.stored(hop) for hop in hops):
+        with suppress(MeasurementError):
+            source.measure(hops)
+
+
 def bare_copies(rings: RingSet, *, copy_engine: bool) -> TransferSet:
     """Return a plain transfer for each transfer of the rings' hops.
 
