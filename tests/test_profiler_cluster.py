@@ -19,6 +19,7 @@ from tccl_profiler.cluster import facts
 from tccl_profiler.cluster import messages as say
 from tccl_profiler.cluster.agent import CALLED, Agent, Ran
 from tccl_profiler.cluster.agents import Agents, ClusterPool, HostLost, HostTimeouts
+from tccl_profiler.cluster.clocks import HostClock
 from tccl_profiler.cluster.facts import (
     HostFacts,
     Interface,
@@ -29,7 +30,7 @@ from tccl_profiler.cluster.facts import (
 )
 from tccl_profiler.cluster.job import Job, PeerInfo, own_info, rendezvous
 from tccl_profiler.cluster.messages import Envelope, Messenger, checked
-from tccl_profiler.cluster.session import ClusterSession, HostClock
+from tccl_profiler.cluster.session import ClusterSession
 from tccl_profiler.execution import RunResult, RunSpec
 from tccl_profiler.messages import (
     ConnectionClosed,

@@ -18,9 +18,10 @@ from tccl_profiler.compiler import program_for
 from tccl_profiler.execution import RunSpec
 from tccl_profiler.linux import host_fingerprint, host_machine
 from tccl_profiler.messages import Connection, FromWorker, WorkerLost
-from tccl_profiler.pool import Memory, Pool, WorkerProcess
+from tccl_profiler.pool import Memory, Pool
 from tccl_profiler.profiler import Profiler
 from tccl_profiler.session import Session
+from tccl_profiler.worker_process import WorkerProcess
 from tccl_py.errors import MeasurementError
 from tests.profiler_pools import (
     BOUNCE,

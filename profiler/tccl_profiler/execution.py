@@ -6,7 +6,7 @@ import select
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -23,10 +23,8 @@ from tccl_profiler.program import (
     on_host,
 )
 from tccl_profiler.shared_memory import MAX_STAMPS, Control, Segment, create_segment
+from tccl_profiler.worker_process import WorkerProcess
 from tccl_py.errors import MeasurementError
-
-if TYPE_CHECKING:
-    from tccl_profiler.pool import WorkerProcess
 
 _LOOK_S = 0.02  # how often a wait checks that all workers live
 _SPIN_NS = 100_000  # time before a release during which the core is kept: a sleep may end that late

@@ -50,7 +50,6 @@ from tccl_py.health.drift_statistics import SMALLEST, Comparison
 from tccl_py.health.host import Defect, DriverState, HostState, files_of_this_host
 from tccl_py.health.network import check_network
 from tccl_py.health.plugin import plugin_complaints
-from tccl_py.model.cluster import parse_gpus
 from tccl_py.model.links import Proof
 from tccl_py.model.measurement import IN_DRY_RUN
 from tccl_py.plan.plan import Plan
@@ -60,7 +59,6 @@ from tccl_py.report.preflight import PREFLIGHT, preflight_json, preflight_metric
 from tccl_py.report.tables import lines
 
 if TYPE_CHECKING:
-    from tccl_py.health.proving import ProvenHost
     from tccl_py.nccl.proof import AskedJob
 
 _MAX_SECONDS = 86_400
@@ -260,6 +258,8 @@ def doctor(
         refuse({"--prove": prove or None}, ("with --root", "runs on GPUs", "leave it out"))
         host = HostState(root=root, driver=_COPIED)
     else:
+        if not passive:
+            from tccl_py.cli.proving import proven_host  # noqa: PLC0415 (slow)
         host = this_host() if passive else proven_host(force=prove).host
     diagnosis = examine(host)
     if json:
@@ -290,6 +290,7 @@ def advise(
         tccl advise asus-esc8000a-e13p --workload mixture-of-experts
     """
     from tccl_py.cli.plan import job_workload, plan_by_workload  # noqa: PLC0415 (slow)
+    from tccl_py.cli.proving import proven_host  # noqa: PLC0415
     from tccl_py.health.advice import advice_by, advice_request  # noqa: PLC0415
     from tccl_py.planning.opening import machine_subject  # noqa: PLC0415
 
@@ -348,23 +349,3 @@ def _print_diagnosis(diagnosis: Diagnosis) -> None:
     doubt = "; whether the links carry data was not proven" * unproven
     style = BAD if not diagnosis.healthy else DOUBT if unproven else GOOD
     console.print(f"Found: {bad}{notes}{doubt}.", style=style)
-
-
-def proven_host(*, force: bool = False, gpus: str | None = None, plans: bool = False) -> ProvenHost:
-    """Return this host with a proof of its links, after a line that says what runs.
-
-    Raises InputError: what `plans` are for NCCL that fails here whatever the links.
-    """
-    from tccl_py.health.proving import prove_host  # noqa: PLC0415 (slow)
-
-    chosen = None if gpus is None else parse_gpus(gpus, "`gpus`")
-    with interrupts_put_off(CTRL_C_AND_SIGTERM):
-        proven = prove_host(chosen, force=force, plans=plans, say=notice)
-    links = proven.links
-    if plans and links is not None:
-        if links.verdict == "host memory fails":
-            right = "; ".join((*links.causes, "`tccl doctor` has more")[:2])
-            raise InputError("NCCL here", f"fails, without P2P too: {links.what}", right)
-        if links.verdict != "sound":
-            notice(f"links: {links.verdict}: {links.what}")
-    return proven

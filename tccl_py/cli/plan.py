@@ -40,13 +40,13 @@ from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import ProvenLinks
 from tccl_py.plan.text import choice_words
 from tccl_py.planning.opening import (
-    UNDER_MPI,
     holds_measurements,
     output_directory,
     ring_counts_of,
     subject_of,
 )
 from tccl_py.planning.request import DEFAULT_BUDGET, EVERY_SET, PlanRequest, pinned_here
+from tccl_py.planning.subject import UNDER_MPI
 from tccl_py.search.problem import Budget
 from tccl_py.search.strategies import STRATEGIES
 from tccl_py.simulator.descriptions import bundled_names
@@ -218,7 +218,7 @@ def _with_proof(request: PlanRequest, job: Job | None) -> tuple[PlanRequest, tup
     """Prove the links where GPUs of this host are planned; return what NCCL did for it, too."""
     by_model = request.simulate is not None or request.backend == "host"
     if job is None and not request.names_hosts and not by_model:
-        from tccl_py.cli.health import proven_host  # noqa: PLC0415 (loads much)
+        from tccl_py.cli.proving import proven_host  # noqa: PLC0415 (loads much)
 
         _, links, asked = proven_host(force=request.prove, gpus=request.gpus, plans=True)
         return replace(request, links=links), asked

@@ -21,8 +21,8 @@ from tccl_py.plan.plan import Plan
 from tccl_py.plan.size_choices import size_json, size_notes
 from tccl_py.plan.text import assumptions, doctor_first, p2p_note, unrated_text
 from tccl_py.planning.hardware import limit_sentences
-from tccl_py.planning.opening import Subject
 from tccl_py.planning.request import DEFAULT_BUDGET, PlanRequest
+from tccl_py.planning.subject import Subject
 from tccl_py.simulator.descriptions import usual_gts
 from tccl_py.simulator.model import gpu_names, provenances_text
 

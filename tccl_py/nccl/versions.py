@@ -356,7 +356,7 @@ def speeds(sm: int, *, inter: bool, facts: VersionFacts) -> Sequence[float]:
 
 
 FIRST_WITH_PLUGIN, LAST_WITH_PLUGIN = (2, 28, 7), (2, 32)
-"""Releases with which the plugin was tried (FIRST_NCCL and LAST_NCCL in nccl/plugin/env.c)."""
+"""Releases with which the plugin was tried (FIRST_NCCL and LAST_NCCL in nccl/plugin/process.c)."""
 NEWER_VARIABLE = "TCCL_NEWER_NCCL"
 """In jobs: the newest NCCL with which a trial of the plugin went well on this host."""
 

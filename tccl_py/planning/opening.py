@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +14,6 @@ from tccl_py.errors import InputError, require
 from tccl_py.files import check_path, missing, refused
 from tccl_py.model.cluster import single_host
 from tccl_py.model.links import Proof
-from tccl_py.model.machine import Fingerprint, Knowledge
 from tccl_py.model.measurement import JOURNAL_FILE
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.plan.chains import Failure, PlanChoice
@@ -23,54 +22,17 @@ from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import FOLDERS, PLAN_FILE, locked, make, unmake
 from tccl_py.planning.planner import plan_hosts
 from tccl_py.planning.request import PlanRequest, chosen_gpus, not_pinned, of_transports
+from tccl_py.planning.subject import Say, Subject, simulated, with_proof
 from tccl_py.search.problem import Reporter
-from tccl_py.simulator.descriptions import load_machine
-from tccl_py.simulator.model import MachineModel
-from tccl_py.simulator.source import Simulator
-from tccl_py.sources.bench import Bench
-from tccl_py.sources.journal import read_journal, widen_journal
+from tccl_py.sources.journal import read_journal
 
 if TYPE_CHECKING:
     from tccl_py.nccl.proof import AskedJob
     from tccl_py.sources.hosts import Job
     from tccl_py.sources.profiled import MeasuredMachine
 
-Say = Callable[[str], None]
 _MAX_RINGS = 16
 _NO_PAIRS = Failure(verdict="fails")
-UNDER_MPI = "start the command under mpirun or srun"
-
-
-class Subject(msgspec.Struct, kw_only=True):
-    """What is planned for: a source, and the search by it, which closes the source's journal.
-
-    `model` is that of new hosts. An extended plan `extends` one, with `known_models` by class.
-    `table_files` returns the files of a cluster's tables after the search.
-    """
-
-    search: Callable[[Reporter | None], Plan]
-    source: Bench | None = None
-    model: MachineModel | None = None
-    fingerprint: Fingerprint | None = None
-    extends: bool = False
-    known_models: Mapping[str, MachineModel | None] = {}
-    table_files: Callable[[], Mapping[str, str]] = dict
-
-    def models(self, made: Plan) -> dict[str, MachineModel | None]:
-        """Return the models behind a plan's rates by class; new classes have the new model."""
-        models = dict.fromkeys((node_class.name for node_class in made.cluster.classes), self.model)
-        return {**models, **self.known_models}
-
-    def keep_in(self, journal: Path, *, replace: bool) -> tuple[str, ...]:
-        """Keep what is measured, for an extended plan with all its hosts; return notices."""
-        if self.source is None:
-            return ()
-        if self.extends and journal.is_file():
-            if not self.source.simulated:
-                widen_journal(journal, self.source.header)
-            elif read_journal(journal).header != self.source.header:
-                return ()  # Sets of another model have no names of hosts.
-        return self.source.keep_in(journal, replace=replace)
 
 
 def subject_of(
@@ -111,12 +73,6 @@ def machine_subject(request: PlanRequest, say: Say, asked: Sequence[AskedJob] = 
             return plan_hosts(request, cluster, [source], gpus=gpus, reporter=reporter)
 
     return Subject(search=search, source=source, model=model)
-
-
-def simulated(request: PlanRequest, name: str) -> tuple[MachineModel, Bench]:
-    """Open the model that a request names."""
-    model = load_machine(name, p2p=request.p2p)
-    return model, Bench(Simulator(model, noise=request.noise or 0.0, seed=request.seed or 0))
 
 
 def _here(request: PlanRequest, say: Say, asked: Sequence[AskedJob]) -> Subject:
@@ -162,13 +118,6 @@ def _here(request: PlanRequest, say: Say, asked: Sequence[AskedJob]) -> Subject:
         return msgspec.structs.replace(made, notices=(*made.notices, *noticed))
 
     return Subject(search=search, source=source, fingerprint=place.fingerprint)
-
-
-def with_proof(knowledge: Knowledge, proof: Proof | None) -> Knowledge:
-    """Return knowledge of a machine with the links that its proof leaves to no plan."""
-    if proof is None or not proof.facts:
-        return knowledge
-    return msgspec.structs.replace(knowledge, links=proof.facts)
 
 
 def judged_by(plan: Plan, proof: Proof) -> Plan:

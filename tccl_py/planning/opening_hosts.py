@@ -24,9 +24,9 @@ from tccl_py.plan.plan import Plan
 from tccl_py.plan.tables import KeptTable, table_files
 from tccl_py.planning.grow import Growth, KnownPlan, grown_plan, plan_job, read_known_plan
 from tccl_py.planning.installed_nccl import version_to_plan
-from tccl_py.planning.opening import UNDER_MPI, Say, Subject, simulated, with_proof
 from tccl_py.planning.plan_sources import addresses_of, heard_by, planned_models
 from tccl_py.planning.request import PlanRequest
+from tccl_py.planning.subject import UNDER_MPI, Say, Subject, simulated, with_proof
 from tccl_py.readers.cables import (
     Addresses,
     Heard,

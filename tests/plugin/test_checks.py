@@ -427,7 +427,7 @@ def test_digests_are_those_of_python(shared):
         assert shared.hash_of(data, ctypes.c_size_t(size)) == right
 
 
-# env.c and host.c
+# process.c and host.c
 
 FITS = {
     "all": ({}, {}, (2, 30, 7), True),

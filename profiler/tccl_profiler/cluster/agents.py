@@ -11,13 +11,13 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from tccl_profiler import messages
 from tccl_profiler.cluster import messages as say
 from tccl_profiler.cluster.agent import PROOF_S, Agent, Ran
+from tccl_profiler.cluster.clocks import HostClock
 from tccl_profiler.cluster.facts import HostFacts
 from tccl_profiler.cluster.job import Job
 from tccl_profiler.cluster.messages import Backoff, Message
@@ -42,9 +42,6 @@ from tccl_py.model.links import Proof
 from tccl_py.model.transfer import TransferSet, place_named
 from tccl_py.rank_processes.rank import Rendezvous
 from tccl_py.rank_processes.tasks import RankOutput, Task
-
-if TYPE_CHECKING:
-    from tccl_profiler.cluster.session import HostClock
 
 _LOOK_S = 0.2
 _PING_LIMIT_S = 0.1

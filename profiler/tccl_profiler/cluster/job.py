@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -30,9 +30,6 @@ from tccl_profiler.messages import ConnectionClosed, Endpoint, Stop
 from tccl_py.children import child_environment, child_with_socket, search_path
 from tccl_py.errors import InputError, MeasurementError, SourceLostError, Terminated, raise_limit
 from tccl_py.model.cluster import check_host_name
-
-if TYPE_CHECKING:
-    from tccl_profiler.cluster.mpi import MpiBootstrap
 
 CONTROLLER = 0
 JOIN_S = 60.0  # time for ranks to arrive: the first has waited for the last to load its libraries
@@ -61,7 +58,23 @@ def own_info() -> PeerInfo:
     return PeerInfo(host=socket.gethostname(), machine=machine)
 
 
-def rendezvous(bootstrap: MpiBootstrap, *, join_s: float = JOIN_S) -> Job:
+class Bootstrap(Protocol):
+    """Carries bytes between all ranks of a job during the rendezvous."""
+
+    rank: int
+    size: int
+
+    def send(self, rank: int, data: bytes, /) -> None:
+        """Begin to send to a rank."""
+
+    def poll(self, rank: int, /) -> bytes | None:
+        """Return the next message from a rank, if there is one."""
+
+    def finish(self) -> None:
+        """End what carried the bytes; all ranks do."""
+
+
+def rendezvous(bootstrap: Bootstrap, *, join_s: float = JOIN_S) -> Job:
     """Connect all ranks to the controller, return this rank's part; InputError for lost ranks."""
     if bootstrap.rank == CONTROLLER:
         job = _gathered(bootstrap, join_s)
@@ -76,7 +89,7 @@ def rendezvous(bootstrap: MpiBootstrap, *, join_s: float = JOIN_S) -> Job:
     return job
 
 
-def _waited(bootstrap: MpiBootstrap, rank: int, until: float) -> bytes | None:
+def _waited(bootstrap: Bootstrap, rank: int, until: float) -> bytes | None:
     while time.monotonic() < until:
         data = bootstrap.poll(rank)
         if data is not None:
@@ -85,7 +98,7 @@ def _waited(bootstrap: MpiBootstrap, rank: int, until: float) -> bytes | None:
     return None
 
 
-def _gathered(bootstrap: MpiBootstrap, join_s: float) -> Job:
+def _gathered(bootstrap: Bootstrap, join_s: float) -> Job:
     peers = {CONTROLLER: own_info()}
     until = time.monotonic() + join_s
     for rank in range(1, bootstrap.size):

@@ -101,6 +101,32 @@ bool host_matches(const struct plan *plan, char why[MAX_REASON]);
 uint64_t host_identity(const char *nccl_hostid);
 int current_gpu(const struct plan *plan, int *nvml, char why[MAX_REASON]);
 
+/* process.c: this process's plan, NCCL, log and other plugins. */
+typedef void (*logger_t)(int level, unsigned long flags, const char *file, int line,
+                         const char *format, ...);
+struct environment {
+  const char *name;
+  int (*init)(uint8_t, uint8_t, uint8_t, const char *, logger_t); /* version 1: no logger */
+  int (*finalize)(void);
+  const char *(*get)(const char *);
+};
+extern char *own_path;         /* of this library */
+extern char *networks;         /* the answer for NCCL_NET_PLUGIN */
+extern char *uncached;         /* the answer for NCCL_NO_CACHE */
+int start_process(const uint8_t nccl[3], const char *suffix, logger_t log, int api);
+int finish_next(void);
+const struct plan *active_plan(void);
+const char *user_value(const char *name);
+const char *contradiction(const struct plan *plan);
+uint32_t nccl_version(void);
+bool has_two_releases(void);
+void set_logger(void *logger);
+int nothing(void *unused); /* for halves that need a function */
+void say(const char *format, ...) __attribute__((format(printf, 1, 2)));
+bool tuner_is_asked(void);
+const char *tuner_plugin(const char *user, const char *own);
+bool others_have(const char *kind, const char *stem);
+
 /* board.c: posts of a communicator's ranks, in a file of /dev/shm. */
 enum refusal { AGREES, USER_VARIABLE, OTHER_GPU, NO_MEMORY_FILE, TWO_RELEASES, REFUSALS };
 struct post { /* 104 bytes without padding; written by one append */
@@ -140,21 +166,6 @@ const char *chosen_graph_file(void);
 const struct tune *chosen_table(uint64_t hash, size_t ranks);
 const char *chosen_variable(const char *name);
 int chosen_node(uint64_t hash);
-
-/* env.c */
-const struct plan *active_plan(void);
-const char *user_value(const char *name);
-const char *contradiction(const struct plan *plan);
-uint32_t nccl_version(void);
-bool has_two_releases(void);
-void set_logger(void *logger);
-int nothing(void *unused); /* for halves that need a function */
-void say(const char *format, ...) __attribute__((format(printf, 1, 2)));
-
-/* tuner.c */
-bool tuner_is_asked(void);
-const char *tuner_plugin(const char *user, const char *own);
-bool others_have(const char *kind, const char *stem);
 
 /* placement.c */
 void unplace(void);

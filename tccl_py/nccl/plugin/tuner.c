@@ -6,12 +6,6 @@
  */
 #include "plugin.h"
 
-#include <dlfcn.h>
-#include <pthread.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
 enum { ALL_GATHER = 2, PRECISE_RANKS = 8, FIRST_CLAMPLESS = 22900 };
 
 static int init(void **context, uint64_t hash, size_t ranks, size_t nodes, void *logger,
@@ -78,54 +72,3 @@ EXPORT struct tuner {
 } ncclTunerPlugin_v5 = {"tccl", init, choose, nothing, NULL};
 EXPORT extern struct tuner ncclTunerPlugin_v6 __attribute__((alias("ncclTunerPlugin_v5")));
 EXPORT extern struct tuner ncclTunerPlugin_v7 __attribute__((alias("ncclTunerPlugin_v5")));
-
-/* Look for any version of a symbol in a library that NCCL would open by this name. */
-static bool has_symbol(const char *name, const char *stem) {
-  char symbol[64];
-  void *library = dlopen(name, RTLD_LAZY | RTLD_LOCAL);
-  for (int version = 1; library && version <= 9; version++) {
-    snprintf(symbol, sizeof symbol, "%s%d", stem, version);
-    if (dlsym(library, symbol)) return true;
-  }
-  return false; /* the library stays open, as NCCL would keep it */
-}
-
-/* Say whether NCCL finds somebody else's plugin of a kind by itself: without an answer it tries
- * libnccl-KIND.so, then the network library that it opened last. */
-bool others_have(const char *kind, const char *stem) {
-  const char *names = user_value("NCCL_NET_PLUGIN");
-  char *list = strdup(names ? names : "libnccl-net.so"), *save, path[512];
-  snprintf(path, sizeof path, "libnccl-%s.so", kind);
-  bool found = !list || has_symbol(path, stem);
-  for (char *name = found ? NULL : strtok_r(list, ",", &save); name && !found;
-       name = strtok_r(NULL, ",", &save)) {
-    snprintf(path, sizeof path, "libnccl-net-%s.so", name);
-    found = has_symbol(name, stem) || has_symbol(path, stem);
-  }
-  free(list);
-  return found;
-}
-
-static bool others, lost;
-static pthread_once_t once = PTHREAD_ONCE_INIT;
-
-static void look_for_others(void) { others = others_have("tuner", "ncclTunerPlugin_v"); }
-
-/* Say whether NCCL will ask this tuner in the communicators of this process. */
-bool tuner_is_asked(void) {
-  const struct plan *plan = active_plan();
-  if (plan->tune_count == 0 || user_value("NCCL_TUNER_PLUGIN") || user_value("NCCL_CTA_POLICY"))
-    return false; /* a tuner keeps the policy EFFICIENCY from choosing NVLS for registered buffers */
-  pthread_once(&once, look_for_others);
-  return !others && !__atomic_load_n(&lost, __ATOMIC_RELAXED);
-}
-
-/* Answer NCCL_TUNER_PLUGIN, which NCCL asks in a process's first communicator, where the user does
- * not: this library, nothing where another library has a tuner, and `none` without a table, as NCCL
- * would take this library's all the same. */
-const char *tuner_plugin(const char *user, const char *own) {
-  if (tuner_is_asked()) return own;
-  __atomic_store_n(&lost, true, __ATOMIC_RELAXED);
-  if (!user) pthread_once(&once, look_for_others);
-  return user || others ? user : "none";
-}

@@ -1,0 +1,26 @@
+"""The proof of this host's links, for `tccl doctor`, `advise` and `plan`."""
+
+from __future__ import annotations
+
+from tccl_py.cli.process import notice
+from tccl_py.errors import CTRL_C_AND_SIGTERM, InputError, interrupts_put_off
+from tccl_py.health.proving import ProvenHost, prove_host
+from tccl_py.model.cluster import parse_gpus
+
+
+def proven_host(*, force: bool = False, gpus: str | None = None, plans: bool = False) -> ProvenHost:
+    """Return this host with a proof of its links, after a line that says what runs.
+
+    Raises InputError: what `plans` are for NCCL that fails here whatever the links.
+    """
+    chosen = None if gpus is None else parse_gpus(gpus, "`gpus`")
+    with interrupts_put_off(CTRL_C_AND_SIGTERM):
+        proven = prove_host(chosen, force=force, plans=plans, say=notice)
+    links = proven.links
+    if plans and links is not None:
+        if links.verdict == "host memory fails":
+            right = "; ".join((*links.causes, "`tccl doctor` has more")[:2])
+            raise InputError("NCCL here", f"fails, without P2P too: {links.what}", right)
+        if links.verdict != "sound":
+            notice(f"links: {links.verdict}: {links.what}")
+    return proven

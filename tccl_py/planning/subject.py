@@ -1,0 +1,67 @@
+"""What is planned for: a source of rates, the search by it, and what they rest on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from tccl_py.model.links import Proof
+from tccl_py.model.machine import Fingerprint, Knowledge
+from tccl_py.plan.plan import Plan
+from tccl_py.planning.request import PlanRequest
+from tccl_py.search.problem import Reporter
+from tccl_py.simulator.descriptions import load_machine
+from tccl_py.simulator.model import MachineModel
+from tccl_py.simulator.source import Simulator
+from tccl_py.sources.bench import Bench
+from tccl_py.sources.journal import read_journal, widen_journal
+
+Say = Callable[[str], None]
+UNDER_MPI = "start the command under mpirun or srun"
+
+
+class Subject(msgspec.Struct, kw_only=True):
+    """What is planned for: a source, and the search by it, which closes the source's journal.
+
+    `model` is that of new hosts. An extended plan `extends` one, with `known_models` by class.
+    `table_files` returns the files of a cluster's tables after the search.
+    """
+
+    search: Callable[[Reporter | None], Plan]
+    source: Bench | None = None
+    model: MachineModel | None = None
+    fingerprint: Fingerprint | None = None
+    extends: bool = False
+    known_models: Mapping[str, MachineModel | None] = {}
+    table_files: Callable[[], Mapping[str, str]] = dict
+
+    def models(self, made: Plan) -> dict[str, MachineModel | None]:
+        """Return the models behind a plan's rates by class; new classes have the new model."""
+        models = dict.fromkeys((node_class.name for node_class in made.cluster.classes), self.model)
+        return {**models, **self.known_models}
+
+    def keep_in(self, journal: Path, *, replace: bool) -> tuple[str, ...]:
+        """Keep what is measured, for an extended plan with all its hosts; return notices."""
+        if self.source is None:
+            return ()
+        if self.extends and journal.is_file():
+            if not self.source.simulated:
+                widen_journal(journal, self.source.header)
+            elif read_journal(journal).header != self.source.header:
+                return ()  # Sets of another model have no names of hosts.
+        return self.source.keep_in(journal, replace=replace)
+
+
+def simulated(request: PlanRequest, name: str) -> tuple[MachineModel, Bench]:
+    """Open the model that a request names."""
+    model = load_machine(name, p2p=request.p2p)
+    return model, Bench(Simulator(model, noise=request.noise or 0.0, seed=request.seed or 0))
+
+
+def with_proof(knowledge: Knowledge, proof: Proof | None) -> Knowledge:
+    """Return knowledge of a machine with the links that its proof leaves to no plan."""
+    if proof is None or not proof.facts:
+        return knowledge
+    return msgspec.structs.replace(knowledge, links=proof.facts)
