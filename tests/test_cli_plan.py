@@ -356,7 +356,7 @@ def test_an_interruption_before_anything_was_found_says_so(more, tmp_path, monke
         raise KeyboardInterrupt
 
     monkeypatch.setattr("tccl_py.planning.opening.plan_hosts", impatient)
-    monkeypatch.setattr("tccl_py.planning.opening_hosts.grown_plan", impatient)
+    monkeypatch.setattr("tccl_py.planning.opening_hosts.plan_unmeasured", impatient)
     result = tccl("plan", "-o", tmp_path, "--simulate", SMALL, *more)
     assert (result.exit_code, result.stdout) == (130, "")
     assert "tccl: interrupted before there" in result.stderr

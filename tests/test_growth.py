@@ -24,7 +24,7 @@ from tccl_py.simulator.source import Simulator
 from tccl_py.sources.bench import Bench
 from tccl_py.sources.journal import JournalFile, read_journal, widen_journal
 from tests.networked import networked_machine
-from tests.test_cli_plan import done, tccl
+from tests.test_cli_plan import Impatient, done, tccl
 
 FEW = ("--rings", "1", "--max-sets", "60")
 
@@ -62,7 +62,7 @@ def fresh_rate(*models):
 def test_equal_hosts_are_added_without_measuring_their_class_again(two, hosts):
     before = load_plan(two)
     journal = (two / "measurements.jsonl").read_bytes()
-    words = ("--extend", "--simulate", "amd-v100", "--hosts", hosts("a3", "a4"), *FEW)
+    words = ("--simulate", "amd-v100", "--hosts", hosts("a1", "a2", "a3", "a4"), *FEW)
     done("plan", "-o", two, *words)
     plan = load_plan(two)
     check_files(two)
@@ -75,17 +75,8 @@ def test_equal_hosts_are_added_without_measuring_their_class_again(two, hosts):
 
 def test_hosts_of_another_machine_are_measured_and_merged_as_in_a_fresh_plan(two, hosts, tmp_path):
     kept = {path.name: path.read_bytes() for path in (two / "tables").iterdir()}
-    done(
-        "plan",
-        "-o",
-        two,
-        "--extend",
-        "--simulate",
-        "intel-v100",
-        "--hosts",
-        hosts("b1", "b2"),
-        *FEW,
-    )
+    more = ("--simulate", "intel-v100", "--hosts", hosts("a1", "a2", "b1", "b2"))
+    done("plan", "-o", two, *more, *FEW)
     plan = load_plan(two)
     assert [one.name for one in plan.cluster.classes] == ["amd-v100", "intel-v100"]
     models = [load_machine("amd-v100"), load_machine("intel-v100")]
@@ -100,26 +91,25 @@ def test_new_hosts_have_as_many_ranks_as_those_of_their_class(hosts, tmp_path):
     place, listed = tmp_path / "half", tmp_path / "listed"
     listed.write_text("a1 slots=2\na2 slots=2\n")
     done("plan", "-o", place, "--simulate", "amd-v100", "--hosts", listed, *FEW)
-    done("plan", place, "--extend", "--simulate", "amd-v100", "--hosts", hosts("a3"), *FEW)
-    done("plan", place, "--extend", "--hosts", "a4")
+    done("plan", place, "--simulate", "amd-v100", "--hosts", "a[1-3]", *FEW)
+    done("plan", place, "--hosts", "a[1-4]")
     plan = load_plan(place)
     assert [host.slots for host in plan.cluster.hosts] == [2, 2, 2, 2]
     assert plan.class_gpus == ((0, 1),)
 
 
-def test_simulated_hosts_that_a_plan_has_are_named_too(tmp_path):
+def test_a_number_of_nodes_counts_those_that_a_plan_has(tmp_path):
     place = tmp_path / "plan"
-    for more in (("--nodes", "9"), ("--nodes", "10", "--extend")):
-        result = done("plan", "-o", place, "--simulate", "amd-v100", *more, *FEW)
-    assert "node[1-9]: in the plan already" in result.stderr
+    for nodes in ("9", "10"):
+        done("plan", "-o", place, "--simulate", "amd-v100", "--nodes", nodes, *FEW)
     assert load_plan(place).cluster.names == tuple(f"node{number}" for number in range(1, 11))
 
 
 def test_named_hosts_are_added_unsampled_and_the_plan_says_so(two):
-    result = done("plan", "-o", two, "--extend", "--hosts", "a2,a7")
-    assert "a2: in the plan already" in result.stderr
+    done("plan", "-o", two, "--hosts", "a2,a7")
     plan = load_plan(two)
-    assert plan.cluster.names == ("a1", "a2", "a7")
+    # The list names the whole set.
+    assert plan.cluster.names == ("a2", "a7")
     assert any("without any sample: a7" in notice for notice in plan.notices)
 
 
@@ -131,7 +121,7 @@ def test_a_host_with_other_rates_is_named_and_gets_a_class_of_its_own(two, hosts
                 figure["scale"] = figure.get("scale", 1.0) / 3
     (tmp_path / "slow.json").write_text(json.dumps(model))
     before = load_plan(two).rate_gbps
-    words = ("--extend", "--simulate", tmp_path / "slow.json", "--hosts", hosts("a3"), *FEW)
+    words = ("--simulate", tmp_path / "slow.json", "--hosts", "a[1-3]", *FEW)
     result = done("plan", "-o", two, *words)
     plan = load_plan(two)
     assert plan.cluster.host_classes == {"a1": 0, "a2": 0, "a3": 1}
@@ -144,7 +134,7 @@ def test_a_host_with_other_rates_is_named_and_gets_a_class_of_its_own(two, hosts
 def test_tables_for_more_gpus_are_added_and_the_others_are_kept(two, hosts):
     kept = {path.name: path.read_bytes() for path in (two / "tables").iterdir()}
     more = ("--hosts", hosts("a1", "a2"), "--gpus-per-job", "3,1-2", *FEW)
-    done("plan", "-o", two, "--extend", "--simulate", "amd-v100", *more)
+    done("plan", "-o", two, "--simulate", "amd-v100", *more)
     plan = load_plan(two)
     assert plan.cluster.names == ("a1", "a2")
     tables = {one.gpus for one in read_tables(two, plan.cluster.classes)}
@@ -156,17 +146,18 @@ def test_tables_for_more_gpus_are_added_and_the_others_are_kept(two, hosts):
 @pytest.mark.parametrize(
     "words, said",
     [
-        (("--extend", "--force", "--hosts", "{new}"), "--force"),
-        (("--extend", "--hosts", "{new}", "--nccl", "2.28"), "--nccl"),
-        (("--extend",), "no hosts to add"),
-        (("--extend", "--simulate", "amd-v100"), "no hosts to add"),
-        (("--extend", "--hosts", "{ranks}"), "2 ranks"),
-        (("--extend", "--simulate", "amd-3090", "--nodes", "0"), "1 to"),
+        (("--hosts", "a[1-3]", "--nccl", "2.28"), "--nccl"),
+        (("--hosts", "a[1-2]"), "holds a plan of these hosts"),
+        (("--simulate", "amd-v100", "--hosts", "a1,a2"), "holds a plan of these hosts"),
+        (("--simulate", "amd-v100"), "already holds a plan"),
+        (("--hosts", "{new}"), "names no host of a plan"),
+        (("--hosts", "{ranks}"), "2 ranks"),
+        (("--simulate", "amd-3090", "--nodes", "0"), "1 to"),
     ],
 )
-def test_extensions_that_are_refused_leave_the_plan(words, said, two, hosts, tmp_path):
+def test_hosts_that_cannot_be_added_leave_the_plan(words, said, two, hosts, tmp_path):
     ranks = tmp_path / "ranks"
-    ranks.write_text("n1 slots=2\nn2 slots=2\n")
+    ranks.write_text("a1\na2\nn1 slots=2\nn2 slots=2\n")
     before = (two / "plan.json").read_bytes()
     given = [word.format(new=hosts("n1", "n2"), ranks=ranks) for word in words]
     result = tccl("plan", "-o", two, *given)
@@ -180,19 +171,33 @@ def test_simulated_hosts_do_not_join_measured_ones(two, hosts, tmp_path):
     stock = msgspec.structs.replace(plan.stock, assumed=False)
     measured = msgspec.structs.replace(plan, simulated=False, stock=stock)
     write_plan(measured, two, tables=kept_files(two))
-    words = ("--extend", "--simulate", "amd-v100", "--hosts", hosts("a3"))
+    words = ("--simulate", "amd-v100", "--hosts", "a[1-3]")
     result = tccl("plan", "-o", two, *words)
     assert result.exit_code == 2
     assert "measured rates" in result.stderr
 
 
 def test_only_a_plan_of_hosts_can_grow(tmp_path, hosts):
-    missing = tccl("plan", "-o", tmp_path / "none", "--extend", "--hosts", hosts("a", "b"))
+    missing = tccl("plan", "-o", tmp_path / "none", "--hosts", hosts("a", "b"))
     assert missing.exit_code == 2
     assert not (tmp_path / "none").exists()
     done("plan", "-o", tmp_path / "one", "--simulate", "amd-v100", "--max-sets", "20")
-    alone = tccl("plan", "-o", tmp_path / "one", "--extend", "--hosts", hosts("a", "b"))
-    assert "no tables of chains" in alone.stderr
+    alone = tccl("plan", "-o", tmp_path / "one", "--simulate", "amd-v100", "--nodes", "2")
+    assert "already holds a plan" in alone.stderr
+
+
+def test_an_interrupted_search_leaves_a_whole_plan_as_it_was(two, monkeypatch):
+    before = {
+        path: path.read_bytes()
+        for path in two.rglob("*")
+        if path.suffix != ".jsonl" and path.is_file()
+    }
+    monkeypatch.setattr("tccl_py.cli.plan.ProgressLine", Impatient)
+    for more in (("--hosts", "a1,a2,b1"), ("--hosts", "a1,a2", "--force")):
+        words = ("--simulate", "intel-v100", *more, "--rings", "1", "--max-sets", "60")
+        cut = tccl("plan", two, *words)
+        assert cut.exit_code == 130, cut.stderr
+        assert all(path.read_bytes() == text for path, text in before.items())
 
 
 def test_new_hosts_need_a_switch_where_the_plan_has_switches(tmp_path, hosts):
@@ -202,7 +207,7 @@ def test_new_hosts_need_a_switch_where_the_plan_has_switches(tmp_path, hosts):
     more.write_text(tree.format("a1, a2, a3").replace("    uplink_gbps: 5\n", ""))
     words = ("-o", tmp_path / "p", "--simulate", "amd-v100", *FEW)
     done("plan", *words, "--hosts", hosts("a1", "a2"), "--switches", few)
-    new = ("--extend", "--hosts", hosts("a3"))
+    new = ("--hosts", "a[1-3]")
     assert "--switches" in tccl("plan", "-o", tmp_path / "p", *new).stderr
     done("plan", "-o", tmp_path / "p", *new, "--switches", more)
     tree = load_plan(tmp_path / "p").cluster.switches
@@ -299,7 +304,7 @@ def test_a_journal_of_more_hosts_holds_for_fewer_and_no_others():
 
 
 def test_a_class_is_found_in_the_journal_whatever_hosts_it_was_measured_on(two, hosts, tmp_path):
-    done("plan", "-o", two, "--extend", "--hosts", hosts("a3"))
+    done("plan", "-o", two, "--hosts", "a[1-3]")
     plan = load_plan(two)
     (path, *_) = plan.paths
     wanted = transfer_set(hop.flow for chain in path.chains for hop in chain.hops)

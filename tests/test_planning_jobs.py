@@ -13,7 +13,8 @@ from tccl_py.model.machine import Knowledge
 from tccl_py.model.measurement import NIC_TRANSPORTS, Measurement
 from tccl_py.nccl.view import view
 from tccl_py.plan.chains import FailingPair
-from tccl_py.planning.grow import Growth, plan_job
+from tccl_py.plan.directory import write_plan
+from tccl_py.planning.hosts import HostsRequest, plan_job
 from tccl_py.planning.opening_hosts import cluster_of_job, cluster_subject, simulated_cluster
 from tccl_py.planning.probes import pair_rates
 from tccl_py.planning.request import PlanRequest
@@ -95,7 +96,7 @@ class Hosts(Bench):
 
 def planned(source, switches=None, **task):
     told = []
-    growth = Growth(REQUEST, **task)
+    growth = HostsRequest(REQUEST, **task)
     plan = plan_job(source, cluster_of_job(source, switches), growth, say=told.extend)
     return plan, told
 
@@ -192,14 +193,13 @@ HANGS = Proof(
 BUSY = Proof(verdict="inconclusive", what="GPU 0 is in use")
 
 
-def subject_with(proofs, monkeypatch, **request):
+def subject_with(proofs, monkeypatch, directory=None, **request):
     """What is planned for over four GPUs a host, with these proofs; and what was said."""
     source, told = Hosts(*proofs, machine=FOUR, proofs=proofs), []
     monkeypatch.setattr("tccl_py.planning.opening_hosts.open_hosts", lambda *_, **__: source)
     request = msgspec.structs.replace(REQUEST, version="2.28", **request)
-    subject = cluster_subject(
-        request, object(), SimpleNamespace(enter_context=lambda opened: opened), told.append
-    )
+    job, stack = SimpleNamespace(hosts=proofs), SimpleNamespace(enter_context=lambda o: o)
+    subject = cluster_subject(request, job, stack, told.append, directory)
     return subject, told
 
 
@@ -240,6 +240,28 @@ def test_a_host_where_nccl_fails_without_p2p_too_ends_the_planning_by_name(monke
     fails = Proof(verdict="host memory fails", what="No space left on device", causes=causes)
     with pytest.raises(InputError, match=r"NCCL on host h1: .*No space.*leave it out; /dev/"):
         subject_with({"h0": SOUND, "h1": fails}, monkeypatch)
+
+
+def test_hosts_of_a_job_join_the_plan_of_the_directory_whose_hosts_need_not_run(
+    monkeypatch, tmp_path
+):
+    def planned_into(*hosts, **request):
+        asked = {"backend": "host", "directory": tmp_path, **request}
+        subject, _ = subject_with(dict.fromkeys(hosts, SOUND), monkeypatch, **asked)
+        made = subject.search(None)
+        write_plan(made, tmp_path, tables=subject.table_files())
+        flows = {flow for one in subject.source.network.sets for flow in one.flows}
+        return made, {host for flow in flows for host in flow.hosts}
+
+    first, _ = planned_into("h0", "h1")
+    whole, measured = planned_into("h1", "h2")
+    assert whole.cluster.names == ("h0", "h1", "h2") and len(whole.cluster.classes) == 1
+    assert measured == {"h1", "h2"} and whole.sets_measured < first.sets_measured
+    with pytest.raises(InputError, match="already holds a plan of these hosts"):
+        planned_into("h0", "h2")
+    # A list names the whole set.
+    fewer, _ = planned_into("h2", "h3", hosts="h1,h2,h3")
+    assert fewer.cluster.names == ("h1", "h2", "h3")
 
 
 def test_hosts_of_memory_are_not_asked_for_a_proof(monkeypatch):

@@ -20,7 +20,7 @@ from tccl_py.errors import MeasurementError
 from tccl_py.model.rings import entering, joined, leaving
 from tccl_py.model.transfer import parse_set, place_named, transfer_set
 from tccl_py.nccl_library import Library
-from tccl_py.planning.grow import Growth, plan_job
+from tccl_py.planning.hosts import HostsRequest, plan_job
 from tccl_py.planning.opening_hosts import cluster_of_job
 from tccl_py.planning.request import PlanRequest
 from tccl_py.search.problem import Budget
@@ -337,7 +337,7 @@ def test_a_cluster_is_planned_with_nccl_between_its_hosts(job, told, tmp_path):
         source = HostsSource(session, MeasurementOptions(target=0.5, repeats=6), dry_run=True)
         source.keep_in(tmp_path / "measurements.jsonl")
         few = {"ring_counts": (1,), "budget": Budget(sets=1)}
-        growth = Growth(PlanRequest(version="2.28", keep_order=True, **few))
+        growth = HostsRequest(PlanRequest(version="2.28", keep_order=True, **few))
         made = plan_job(source, cluster_of_job(source, None), growth)
     assert made.rate_gbps > 0
     assert not made.assumed

@@ -270,7 +270,7 @@ def test_a_job_over_gpus_without_a_table_gets_default_nccl_and_a_bound_for_its_r
     result = done(
         "export", four, "--hosts", "node[1,3]", "--gpus", "node1:0-2;node3:0,1", "-o", place
     )
-    assert "--extend --gpus-per-job 0-2" in result.stderr
+    assert "DIR --gpus-per-job 0-2" in result.stderr
     assert "at most" in result.stderr
     assert not list(place.rglob("*.xml"))
     assert (place / "nccl/order/hosts.txt").read_text() == "node1\nnode3\n"

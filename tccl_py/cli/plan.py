@@ -41,12 +41,13 @@ from tccl_py.plan.results import ProvenLinks
 from tccl_py.plan.text import choice_words
 from tccl_py.planning.opening import (
     holds_measurements,
+    holds_whole_plan,
     output_directory,
     ring_counts_of,
     subject_of,
 )
 from tccl_py.planning.request import DEFAULT_BUDGET, EVERY_SET, PlanRequest, pinned_here
-from tccl_py.planning.subject import UNDER_MPI
+from tccl_py.planning.subject import UNDER_MPI, Subject
 from tccl_py.search.problem import Budget
 from tccl_py.search.strategies import STRATEGIES
 from tccl_py.simulator.descriptions import bundled_names
@@ -54,6 +55,7 @@ from tccl_py.sources.bench import Bench
 
 if TYPE_CHECKING:
     from tccl_py.experiments.communication import Communication
+    from tccl_py.model.links import Proof
     from tccl_py.model.measurement import Backend
     from tccl_py.nccl.proof import AskedJob
     from tccl_py.simulator.model import MachineModel
@@ -66,7 +68,6 @@ HOST_SETS = 1250
 _DRY_SETS = 40
 _IN_JOB = ("under mpirun or srun", "needs no ranks", "start the command by itself")
 _FOR_ONE = ("", "is about several nodes", f"add --simulate MACHINE --nodes N, or {UNDER_MPI}")
-_OF_PLAN = ("with --extend", "is the plan's own", "leave it out, or plan into a new directory")
 
 
 def plan(
@@ -77,7 +78,7 @@ def plan(
     nccl: str | None = opt("VERSION", f"The jobs'; {', '.join(known_versions())} were checked."),
     pin_env: list[str] | None = opt("NCCL_NAME", "A variable of all jobs."),
     nodes: int | None = opt("N", "How many equal nodes to simulate."),
-    hosts: str | None = opt("LIST", "Hosts expected: a list, or a hostfile."),
+    hosts: str | None = opt("LIST", "All hosts of the plan: a list, or a hostfile."),
     tune: bool | None = flag(
         "--tune/--no-tune",
         "Then verify the plan by NCCL's collectives and try other settings: 10 minutes or "
@@ -85,7 +86,7 @@ def plan(
         default=None,
     ),
     workload: str | None = advanced("FILE|NAME", "Recommend what is best for this job."),
-    force: bool = flag("--force", "Replace a plan that is already in DIR."),
+    force: bool = flag("--force", "Plan anew, and replace the plan in DIR."),
     json: bool = options.JSON,
     prove: bool = options.PROVE,
     output: Path | None = advanced("DIR", "The same as DIR.", "-o", "--output"),
@@ -104,7 +105,6 @@ def plan(
     noise: float | None = options.NOISE,
     seed: int | None = options.SEED,
     switches: Path | None = advanced("FILE", "Switches (topology.conf, or YAML) or cables."),
-    extend: bool = advanced_flag("--extend", "Add hosts to the plan in DIR."),
     keep_order: bool = advanced_flag("--keep-order", "Keep the order of the hosts."),
     gpus_per_job: str | None = advanced(
         "LIST", "GPUs of a host that jobs use, as 8,4,4-7,0+2, or `all` for every set of them."
@@ -116,7 +116,7 @@ def plan(
 
     Rates are measured on idle GPUs, of this machine or, under mpirun or srun, of the job's hosts;
     with --simulate they come from a model. After Ctrl-C the best plan so far is written, and the
-    same command resumes from the journal in DIR.
+    same command resumes from the journal in DIR. Hosts that are not in the plan of DIR are added.
 
     Examples:
 
@@ -126,7 +126,7 @@ def plan(
         tccl plan sixteen-hosts --simulate nvswitch-8gpu-8nic --nodes 16
         NCCL_P2P_DISABLE=1 tccl plan no-p2p-plan --pin-env NCCL_P2P_DISABLE
         mpirun -N 1 tccl plan gpu-cluster --switches topology.conf
-        mpirun -N 1 --host new1,new2 tccl plan gpu-cluster --extend
+        mpirun -N 1 --host new1,new2 tccl plan gpu-cluster
     """
     directories = [path for path in (directory, output) if path is not None]
     if len(directories) != 1:
@@ -148,14 +148,13 @@ def plan(
         nodes=nodes,
         hosts=hosts,
         switches=switches,
-        extend=output if extend else None,
         gpus=gpus,
         version=None if nccl is None else asked_version(nccl),
         pinned_env=pinned_here(pin_env or ()),
         ring_counts=ring_counts_of(rings),
         strategy=strategy,
         budget=_budget(
-            backend, max_sets, max_seconds, here=simulate is None and not (in_job() or extend)
+            backend, max_sets, max_seconds, here=simulate is None and not (in_job() or hosts)
         ),
         keep_order=keep_order,
         ib_gid_index=gid_index,
@@ -164,7 +163,7 @@ def plan(
         prove=prove,
     )
     ranks = in_job()
-    _check(request, in_job=ranks, force=force, tune=tune)
+    _check(request, in_job=ranks, tune=tune)
     several = ranks or request.names_hosts
     job_of = None if workload is None else job_workload(workload)
     predicted = None
@@ -173,11 +172,14 @@ def plan(
             _check_tuning()
         job = stack.enter_context(_job()) if ranks else None
         request, asked = _with_proof(request, job)
-        subject = subject_of(request, job, stack, notice, asked=asked)
+        directory = None if force else output
+        subject = subject_of(request, job, stack, notice, asked=asked, directory=directory)
         if job is not None and tune:
             _check_tuning(job)
         limits = () if several else (request.budget.sets, request.budget.seconds)
-        with output_directory(output, force=force or extend) as journal:
+        with output_directory(output, force=force or subject.grows) as journal:
+            # Until the new plan is whole.
+            stays = holds_whole_plan(output)
             with _planning(journal, output), ProgressLine(*limits) as line:
                 if subject.source is not None:
                     subject.source.watch(line.measured)
@@ -188,18 +190,8 @@ def plan(
                         made, job_of, None if several else subject.model
                     )
                 made = until_jobs_decide(made)
-            with undisturbed():
-                # The plan and tables of an interrupted extension stay as they are.
-                if not (extend and made.cancelled):
-                    write_plan(
-                        made,
-                        output,
-                        models=subject.models(made),
-                        fingerprint=subject.fingerprint,
-                        tables={} if made.cancelled else subject.table_files(),
-                    )
-                    if request.links is not None:
-                        ProvenLinks(proof=request.links).keep(output)
+            if not (stays and made.cancelled):
+                _write(made, output, subject, request.links)
             if not made.cancelled:
                 made = _tuned(made, output, subject.source, job, tune)
     if json:
@@ -208,10 +200,23 @@ def plan(
         print_plan(made, results())
     if made.cancelled:
         again = "the same command goes on from there"
-        held = "the plan from before" if extend else "the best so far, a usable plan"
+        held = "the plan from before" if stays else "the best so far, a usable plan"
         notice(f"interrupted: {output} has {held}; {again}")
         raise typer.Exit(INTERRUPTED)
     notice(f"wrote {output}")
+
+
+def _write(made: Plan, output: Path, subject: Subject, links: Proof | None) -> None:
+    with undisturbed():
+        write_plan(
+            made,
+            output,
+            models=subject.models(made),
+            fingerprint=subject.fingerprint,
+            tables={} if made.cancelled else subject.table_files(),
+        )
+        if links is not None:
+            ProvenLinks(proof=links).keep(output)
 
 
 def _with_proof(request: PlanRequest, job: Job | None) -> tuple[PlanRequest, tuple[AskedJob, ...]]:
@@ -291,15 +296,12 @@ def _budget(
     return replace(DEFAULT_BUDGET, sets=most, seconds=max_seconds)
 
 
-def _check(request: PlanRequest, *, in_job: bool, force: bool, tune: bool | None) -> None:
+def _check(request: PlanRequest, *, in_job: bool, tune: bool | None) -> None:
     """Refuse options that contradict each other."""
     options.check_source(asdict(request), in_job=in_job)
     gid_index = request.ib_gid_index
     if gid_index is not None and not 0 <= gid_index <= MAX_GID_INDEX:
         raise InputError("--gid-index", f"is {gid_index}", f"0 to {MAX_GID_INDEX}")
-    if request.extend is not None:
-        of_plan = {"--nccl": request.version, "--gid-index": gid_index, "--force": force}
-        refuse({**of_plan, "--pin-env": request.pinned_env or None}, _OF_PLAN)
     if in_job or request.names_hosts:
         right = "leave it out: as many GPUs of a host are used as it has ranks (slots)"
         refuse({"--gpus": request.gpus}, ("for several nodes", "is about one machine", right))
@@ -313,7 +315,7 @@ def _check(request: PlanRequest, *, in_job: bool, force: bool, tune: bool | None
     elif request.names_hosts:
         right = f"leave it out, or measure them: {UNDER_MPI}"
         refuse({"--tune": tune}, ("", "runs collectives on the hosts", right))
-        if request.simulate is None and request.extend is None:
+        if request.simulate is None and request.nodes is not None:
             right = f"add --simulate MACHINE, or {UNDER_MPI}"
             raise InputError("--nodes", "is about models", right)
 

@@ -80,7 +80,7 @@ def cluster_of(
             slots = usual if report.slots is None else report.slots
             hosts.append(Host(name=report.host, node_class=number, slots=slots))
         elif forms[old.node_class] != forms[number]:
-            right = "plan all hosts again, into a new directory"
+            right = "plan all hosts anew (`force`)"
             raise InputError(f"host {report.host}", "has another machine than in the plan", right)
     if known is not None and known.switches is not None:
         switches = _joined(known.switches, switches, [host.name for host in hosts], len(by_name))

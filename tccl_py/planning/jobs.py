@@ -200,7 +200,7 @@ def _table(tables: Collection[ClassRates], host: NodeClass, gpus: tuple[int, ...
         fault = f"has no table for GPUs {gpus_text(gpus)}, but for {available}"
         # A number alone would be a count.
         listed = gpus_text(gpus) if len(gpus) > 1 else f"{gpus[0]}-{gpus[0]}"
-        by = f"tccl plan DIR --extend --gpus-per-job {listed}"
+        by = f"tccl plan DIR --gpus-per-job {listed}"
         right = f"measure them by `{by}` under mpirun, or of a model with --simulate and --hosts"
         if not available:
             fault, right = "has no table", "name the cluster's plan: a job's files have no tables"

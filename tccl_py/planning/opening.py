@@ -42,19 +42,22 @@ def subject_of(
     say: Say,
     *,
     asked: Sequence[AskedJob] = (),
+    directory: Path | None = None,
 ) -> Subject:
     """Open what is planned for. The hosts of a job are left with `stack`.
 
-    `asked` are jobs of the installed NCCL that ran before on this machine.
+    Args:
+        asked: jobs of the installed NCCL that ran before on this machine.
+        directory: hosts join the whole plan of hosts that it holds, if any; None plans anew.
 
     Raises InputError: an unknown machine, hosts that do not fit, or rates of another kind than in
-    the plan that is extended.
+    the directory's plan.
     """
     if job is None and not request.names_hosts:
         return machine_subject(request, say, asked)
     from tccl_py.planning.opening_hosts import cluster_subject  # noqa: PLC0415 (for hosts alone)
 
-    return cluster_subject(request, job, stack, say)
+    return cluster_subject(request, job, stack, say, directory)
 
 
 def machine_subject(request: PlanRequest, say: Say, asked: Sequence[AskedJob] = ()) -> Subject:
@@ -219,6 +222,13 @@ def holds_measurements(journal: Path) -> bool:
     with suppress(InputError, OSError):
         contents = read_journal(journal)
         return not contents.header.simulated and bool(contents.measurements)
+    return False
+
+
+def holds_whole_plan(directory: Path) -> bool:
+    """Return whether a directory holds a plan that no interruption cut short."""
+    with suppress(InputError):
+        return (directory / PLAN_FILE).is_file() and not load_plan(directory).cancelled
     return False
 
 

@@ -1,6 +1,6 @@
 """Several hosts that `tccl plan` plans for: simulated or named ones, or those of an MPI job.
 
-A known plan's hosts come before them.
+The hosts of a plan that the directory has come before them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from tccl_py.errors import InputError, counted, require
 from tccl_py.files import picked
 from tccl_py.model.cluster import Cluster, cabled_nics, check_cluster, compress
 from tccl_py.model.links import Proof
-from tccl_py.model.reports import HostReport, cluster_of, split
+from tccl_py.model.reports import HostReport, cluster_of, part_of, split
+from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.tables import KeptTable, table_files
-from tccl_py.planning.grow import Growth, KnownPlan, grown_plan, plan_job, read_known_plan
+from tccl_py.plan.staging import PLAN_FILE
+from tccl_py.plan.tables import KeptTable, kept_files, read_tables, table_files
+from tccl_py.planning.hosts import HostsRequest, plan_job, plan_unmeasured
 from tccl_py.planning.installed_nccl import version_to_plan
 from tccl_py.planning.plan_sources import addresses_of, heard_by, planned_models
 from tccl_py.planning.request import PlanRequest
@@ -38,6 +40,7 @@ from tccl_py.readers.cables import (
 from tccl_py.readers.hosts import HostSlots, listed_hosts
 from tccl_py.readers.switches import read_switches
 from tccl_py.search.problem import Reporter
+from tccl_py.search.strategies import STRATEGIES
 from tccl_py.simulator.model import MachineModel
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.hosts import HostsSource, open_hosts
@@ -46,93 +49,143 @@ if TYPE_CHECKING:
     from tccl_py.sources.hosts import Job
 
 MANY_NODES = 16_384
-Models = Mapping[str, MachineModel | None]
+_OF_PLAN = ("--nccl", "--gid-index", "--pin-env")
+"""Options that a plan has already, in the order of their fields in `_asked_beside`."""
+Models = dict[str, MachineModel | None]
 
 
-def cluster_subject(request: PlanRequest, job: Job | None, stack: ExitStack, say: Say) -> Subject:
-    """Open several hosts, those of a job if there is one; see `subject_of`."""
-    known = None if request.extend is None else read_known_plan(request.extend)
-    models: Models = {}
-    if known is not None and request.extend is not None:
-        mixed = job is not None if known.plan.simulated else request.simulate is not None
-        fault = f"has {'simulated' if known.plan.simulated else 'measured'} rates"
-        require(not mixed, str(request.extend), fault, "add hosts with such rates")
-        named = request.hosts or (request.nodes is not None and request.simulate)
-        right = f"{UNDER_MPI}, or name them by `hosts`"
-        require(job is not None or named, "`extend`", "has no hosts to add", right)
-        if job is None:
-            listed = _listed(request.nodes, request.hosts, known)
-            _say_known(known, [host.name for host in listed], say)
-        models = planned_models(known.plan, request.extend)
-    tables = list[KeptTable]()
+def cluster_subject(
+    request: PlanRequest,
+    job: Job | None,
+    stack: ExitStack,
+    say: Say,
+    directory: Path | None = None,
+) -> Subject:
+    """Open several hosts, those of a job if there is one; see `subject_of`.
+
+    New hosts join those of a whole plan in the directory. A list of hosts names the whole set: what
+    it leaves out leaves the plan.
+    """
+    held = None if directory is None else _held_plan(directory)
+    tables, models = list[KeptTable](), Models()
+    asked = HostsRequest(request, tables=tables)
+    if directory is not None and held is not None:
+        asked = _asked_beside(held, directory, request, measured=job is not None)
+        asked = msgspec.structs.replace(asked, tables=tables)
+        models = planned_models(held, directory)
     if job is not None:
-        subject = _of_job(request, known, tables, job, stack, say=say)
+        subject, cluster = _of_job(asked, job, stack, say=say)
     else:
-        subject = _of_hosts(request, known, tables, models)
-    subject.extends, subject.known_models = known is not None, models
+        subject, cluster = _of_hosts(asked, models)
+    if held is not None:
+        same = cluster == held.cluster and request.gpus_per_job is None
+        right = "start ranks on others, name others by `hosts`, or add `force` to plan anew"
+        require(not same, str(directory), "already holds a plan of these hosts", right)
+    subject.grows, subject.known_models = held is not None, models
     subject.table_files = partial(table_files, tables)
     return subject
 
 
-def _say_known(known: KnownPlan | None, names: Sequence[str], say: Say) -> None:
-    planned = {} if known is None else known.plan.cluster.host_classes
-    if again := [name for name in names if name in planned]:
-        say(f"{compress(again)}: in the plan already")
+def _held_plan(directory: Path) -> Plan | None:
+    """Read the whole plan with tables of hosts that a directory holds; None without one.
+
+    Raises InputError: files are damaged or were changed.
+    """
+    if not (directory / PLAN_FILE).is_file():
+        return None
+    plan = load_plan(directory)
+    return plan if kept_files(directory) and not plan.cancelled else None
 
 
-def _of_hosts(
-    request: PlanRequest, known: KnownPlan | None, tables: list[KeptTable], models: Models
-) -> Subject:
-    """Open simulated hosts, or those that a known plan grows by without measuring."""
+def _asked_beside(
+    held: Plan, directory: Path, request: PlanRequest, *, measured: bool
+) -> HostsRequest:
+    """Return what is asked of hosts beside a directory's plan, with what holds for all its hosts.
+
+    Raises InputError: rates of another kind, or another version or variables.
+    """
+    where, anew = str(directory), "add `force` to plan all hosts anew"
+    mixed = measured if held.simulated else request.simulate is not None
+    fault = f"has {'simulated' if held.simulated else 'measured'} rates"
+    require(not mixed, where, fault, f"add hosts with such rates, or {anew}")
+    of_plan = {
+        "version": held.settings.version,
+        "ib_gid_index": held.settings.ib_gid_index,
+        "pinned_env": held.pinned_env,
+    }
+    for (name, value), option in zip(of_plan.items(), _OF_PLAN, strict=True):
+        given = getattr(request, name)
+        right = f"leave it out, or {anew}"
+        require(not given or given == value, option, f"is not the plan's, {value or 'none'}", right)
+    names = held.cluster.names
+    if request.hosts is not None:
+        listed = {host.name for host in listed_hosts(request.hosts, where="`hosts`")}
+        names = tuple(name for name in names if name in listed)
+    known = part_of(held.cluster, names) if names else None
+    tables = read_tables(directory, known.classes if known else ())
+    request = msgspec.structs.replace(
+        request,
+        **of_plan,
+        # A function of Python is not known by its name.
+        strategy=held.strategy if held.strategy in STRATEGIES else request.strategy,
+        subnet_prefix=held.settings.subnet_prefix,
+    )
+    return HostsRequest(request, known, tuple(tables), held.notices)
+
+
+def _of_hosts(asked: HostsRequest, models: Models) -> tuple[Subject, Cluster]:
+    """Open simulated hosts, or those that a plan grows by without measuring."""
     model, source, by_name = None, None, dict[str, Simulator]()
+    request, known = asked.request, asked.known
     if request.simulate is not None:
         model, source = simulated(request, request.simulate)
         nodes, switches = request.nodes, request.switches
         cluster = simulated_cluster(model, nodes, request.hosts, switches, known)
         by_name = {name: Simulator(m) for name, m in models.items() if m is not None}
     else:
-        assert known is not None and request.hosts is not None
+        right = f"add --simulate MACHINE, or {UNDER_MPI}"
+        fault = "names no host of a plan in the directory"
+        assert request.hosts is not None
+        if known is None:
+            raise InputError("`hosts`", fault, right)
         hosts = listed_hosts(request.hosts, where="`hosts`")
         cluster = named_cluster(known, hosts, request.switches)
 
     def search(reporter: Reporter | None) -> Plan:
         with source or nullcontext():
-            return grown_plan(Growth(request, known, reporter, tables), cluster, source, by_name)
+            told = msgspec.structs.replace(asked, reporter=reporter)
+            return plan_unmeasured(told, cluster, source, by_name)
 
-    return Subject(search=search, source=source, model=model)
+    return Subject(search=search, source=source, model=model), cluster
 
 
 def _of_job(
-    request: PlanRequest,
-    known: KnownPlan | None,
-    tables: list[KeptTable],
-    job: Job,
-    stack: ExitStack,
-    *,
-    say: Say,
-) -> Subject:
+    asked: HostsRequest, job: Job, stack: ExitStack, *, say: Say
+) -> tuple[Subject, Cluster]:
     """Find out what the hosts of an MPI job are."""
+    request, known = asked.request, asked.known
     listed = () if request.hosts is None else listed_hosts(request.hosts, where="`hosts`")
+    # Known hosts need not run.
+    absent = set(known.names) - set(job.hosts) if known else set[str]()
     opened = open_hosts(
         job,
         backend=request.backend,
         devices=request.devices,
         interfaces=request.interfaces,
         options=request.options,
-        expected=[host.name for host in listed],
+        expected=[host.name for host in listed if host.name not in absent],
         gid_index=request.ib_gid_index,
     )
     source = stack.enter_context(opened)
-    _say_known(known, [host.name for host in source.session.hosts], say)
     proofs: dict[str, Proof] = {}
     if request.backend != "host":
         say(f"{counted(len(source.session.hosts), 'host')} prove the links between their GPUs")
         proofs = source.session.proofs(force=request.prove)
-        version = request.version or version_to_plan(say, source.session.hosts[0].nccl)
-        request = msgspec.structs.replace(request, version=version)
-        planned = version if known is None else known.plan.settings.version
-        if planned != version:
-            say(f"these hosts have NCCL {version}, and the plan is for {planned}")
+        asked_version = None if known else request.version
+        version = asked_version or version_to_plan(say, source.session.hosts[0].nccl)
+        if known and version != request.version:
+            say(f"these hosts have NCCL {version}, and the plan is for {request.version}")
+        request = msgspec.structs.replace(request, version=request.version or version)
 
     def say_each(texts: Iterable[str]) -> None:
         for text in texts:
@@ -142,17 +195,20 @@ def _of_job(
     say_each(doubts)
     cluster = cluster_of_job(source, request.switches, known, proofs)
     bits = subnet_prefix(cluster.cables, addresses_of(source), where="this MPI job")
-    request = msgspec.structs.replace(request, subnet_prefix=bits)
+    bits = bits or request.subnet_prefix
+    asked = msgspec.structs.replace(
+        asked, request=msgspec.structs.replace(request, subnet_prefix=bits)
+    )
 
     def search(reporter: Reporter | None) -> Plan:
         try:
-            growth = Growth(request, known, reporter, tables)
-            made = plan_job(source, cluster, growth, say=say_each)
+            told = msgspec.structs.replace(asked, reporter=reporter)
+            made = plan_job(source, cluster, told, say=say_each)
             return msgspec.structs.replace(made, notices=(*doubts, *made.notices))
         finally:
             source.close()
 
-    return Subject(search=search, source=source)
+    return Subject(search=search, source=source), cluster
 
 
 def doubts_of_links(proofs: Mapping[str, Proof]) -> tuple[str, ...]:
@@ -186,37 +242,42 @@ def simulated_cluster(
     nodes: int | None,
     hosts: str | None,
     switches: Path | None,
-    known: KnownPlan | None = None,
+    known: Cluster | None = None,
 ) -> Cluster:
-    """Return a cluster of equal nodes: those of a list, or as many as `nodes` says.
+    """Return a cluster of known and equal nodes: those of a list, or as many as `nodes` says.
 
     Raises InputError: neither, too few or too many, or both and they differ.
     """
-    equal = picked(model, "machine", "knowledge")
-    reports = [
-        HostReport(host=h.name, slots=h.slots, **equal) for h in _listed(nodes, hosts, known)
-    ]
+    listed, of_model = _listed(nodes, hosts, known), picked(model, "machine", "knowledge")
+    reports = _new_reports(listed, of_model, known)
     return _cluster(reports, switches, known, where=hosts or "cluster")
 
 
-def named_cluster(known: KnownPlan, hosts: Sequence[HostSlots], switches: Path | None) -> Cluster:
-    """Return a plan's hosts and further ones of its only class.
+def _new_reports(
+    hosts: Iterable[HostSlots], machine: Mapping[str, Any], known: Cluster | None
+) -> list[HostReport]:
+    old = known.host_classes if known else {}
+    new = (host for host in hosts if host.name not in old)
+    return [HostReport(host=host.name, slots=host.slots, **machine) for host in new]
 
-    Raises InputError: the plan has several classes, or as `cluster_of`.
+
+def named_cluster(known: Cluster, hosts: Sequence[HostSlots], switches: Path | None) -> Cluster:
+    """Return known hosts and further ones of their only class.
+
+    Raises InputError: they have several classes, or as `cluster_of`.
     """
-    kind, *further = known.plan.cluster.classes
+    kind, *further = known.classes
     if further:
         fault = f"are of one of {1 + len(further)} classes"
         raise InputError("`hosts`", fault, "start ranks on them: then their class is found out")
-    equal = picked(kind, "machine", "knowledge")
-    reports = [HostReport(host=host.name, slots=host.slots, **equal) for host in hosts]
+    reports = _new_reports(hosts, picked(kind, "machine", "knowledge"), known)
     return _cluster(reports, switches, known, where="`hosts`")
 
 
 def cluster_of_job(
     source: HostsSource,
     switches: Path | None,
-    known: KnownPlan | None = None,
+    known: Cluster | None = None,
     proofs: Mapping[str, Proof] = {},
 ) -> Cluster:
     """Return the cluster of a job's hosts, with the switches of a file.
@@ -240,7 +301,7 @@ def cluster_of_job(
 def _cluster(
     reports: Sequence[HostReport],
     switches: Path | None,
-    known: KnownPlan | None,
+    known: Cluster | None,
     *,
     where: str,
     addresses: Addresses | None = None,
@@ -250,16 +311,15 @@ def _cluster(
 
     Cables are a file's, or those that `addresses` of NICs by host tell, or else LLDP.
     """
-    old = None if known is None else known.plan.cluster
     if switches is None:
-        rails = "any" if old is None else old.rails
-        cluster = cluster_of(reports, rails=rails, where=where, known=old)
-        cables = () if old else cables_of_subnets(addresses or {}) or cables_of_lldp(heard or {})
+        rails = "any" if known is None else known.rails
+        cluster = cluster_of(reports, rails=rails, where=where, known=known)
+        cables = () if known else cables_of_subnets(addresses or {}) or cables_of_lldp(heard or {})
     else:
-        names = [*(old.names if old else ()), *(report.host for report in reports)]
+        names = [*(known.names if known else ()), *(report.host for report in reports)]
         network = read_switches(switches, dict.fromkeys(names))
         tree, rails = network.switches, network.rails
-        cluster = cluster_of(reports, switches=tree, rails=rails, where=where, known=old)
+        cluster = cluster_of(reports, switches=tree, rails=rails, where=where, known=known)
         machines = {host.name: cluster.classes[host.node_class].machine for host in cluster.hosts}
         cables = cables_of(network.ports, machines)
         subnet_prefix(cables, addresses or {}, where=str(switches))
@@ -276,7 +336,7 @@ def _cluster(
     return split(check_cluster(cabled, where=where), groups.values())
 
 
-def _listed(nodes: int | None, text: str | None, known: KnownPlan | None) -> tuple[HostSlots, ...]:
+def _listed(nodes: int | None, text: str | None, known: Cluster | None) -> tuple[HostSlots, ...]:
     if text is not None:
         hosts = listed_hosts(text, where="`hosts`")
         named = known is not None or nodes == 1 or [host.name for host in hosts] != [text]
@@ -289,7 +349,7 @@ def _listed(nodes: int | None, text: str | None, known: KnownPlan | None) -> tup
     if nodes is None or not 1 <= nodes <= MANY_NODES:
         raise InputError("`nodes`", f"is {nodes}", f"1 to {MANY_NODES}")
     # Of a plan for 8 that grows to 16, node1 is not node01.
-    planned = () if known is None else known.plan.cluster.names
+    planned = () if known is None else known.names
     widths = (len(name[4:]) for name in planned if re.fullmatch("node[0-9]+", name, re.ASCII))
     width = min(widths, default=len(str(nodes)))
     return tuple(HostSlots(f"node{number + 1:0{width}d}") for number in range(nodes))

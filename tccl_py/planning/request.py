@@ -52,11 +52,10 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What is planned for, what gives the rates, and how rings are searched; None is not given.
 
     `simulate` names a model; without it rates are measured here, or by the hosts of a job. `nodes`
-    and `hosts` are simulated ones, and with `extend`, the directory of a cluster's plan, those that
-    it grows by. The fields from `version` on are as `make_plan` and `make_cluster_plan` take them,
-    and all that `plan_hosts` reads; the others are as the options of `tccl plan`, and `links` the
-    proof of the links of this machine, if one was made. With `prove` P2P that may do harm
-    is tried as well.
+    and `hosts` are simulated ones, those of a job, or those that a plan is to have. The fields from
+    `version` on are as `make_plan` and `make_cluster_plan` take them, and all that `plan_hosts`
+    reads; the others are as the options of `tccl plan`, and `links` the proof of the links of this
+    machine, if one was made. With `prove` P2P that may do harm is tried as well.
     """
 
     simulate: str | None = None
@@ -70,7 +69,6 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     nodes: int | None = None
     hosts: str | None = None
     switches: Path | None = None
-    extend: Path | None = None
     gpus: str | None = None
     version: str | None = None
     pinned_env: Mapping[str, str] = {}
@@ -104,8 +102,7 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def names_hosts(self) -> bool:
         """Whether several hosts are simulated or named, where no job has them."""
-        simulated = self.simulate is not None and self.hosts is not None
-        return self.nodes not in (None, 1) or self.extend is not None or simulated
+        return self.nodes not in (None, 1) or self.hosts is not None
 
 
 Rings = Sequence[Ring] | Sequence[Order]

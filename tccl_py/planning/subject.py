@@ -25,7 +25,7 @@ UNDER_MPI = "start the command under mpirun or srun"
 class Subject(msgspec.Struct, kw_only=True):
     """What is planned for: a source, and the search by it, which closes the source's journal.
 
-    `model` is that of new hosts. An extended plan `extends` one, with `known_models` by class.
+    `model` is that of new hosts. What `grows` is a plan with `known_models` by class.
     `table_files` returns the files of a cluster's tables after the search.
     """
 
@@ -33,7 +33,7 @@ class Subject(msgspec.Struct, kw_only=True):
     source: Bench | None = None
     model: MachineModel | None = None
     fingerprint: Fingerprint | None = None
-    extends: bool = False
+    grows: bool = False
     known_models: Mapping[str, MachineModel | None] = {}
     table_files: Callable[[], Mapping[str, str]] = dict
 
@@ -43,10 +43,10 @@ class Subject(msgspec.Struct, kw_only=True):
         return {**models, **self.known_models}
 
     def keep_in(self, journal: Path, *, replace: bool) -> tuple[str, ...]:
-        """Keep what is measured, for an extended plan with all its hosts; return notices."""
+        """Keep what is measured, for a plan that grows with all its hosts; return notices."""
         if self.source is None:
             return ()
-        if self.extends and journal.is_file():
+        if self.grows and journal.is_file():
             if not self.source.simulated:
                 widen_journal(journal, self.source.header)
             elif read_journal(journal).header != self.source.header:

@@ -159,7 +159,7 @@ def grown(planned, namespaces, tmp_path_factory):
     write_plan(two, before, tables=kept_files(before))
     shutil.copytree(before, after)
     with namespaces.other_rates({"h3": SLOW_GBPS}, uplink_gbps=4 * LINK_GBPS):
-        command = ["plan", str(after), "--extend", *FEW, "--rings", "1", "--max-sets", "1"]
+        command = ["plan", str(after), *FEW, "--rings", "1", "--max-sets", "1"]
         with unless_busy():
             ran = namespaces.run(*command, hosts=("h1", "h2", "h3"), timeout_s=240)
             assert ran.code == 0, ran.stderr

@@ -1,23 +1,25 @@
-"""Plans for several hosts, new and grown ones: by simulation, or by measuring a job's hosts."""
+"""Plans for several hosts: by simulation, or by measuring a job's hosts.
+
+Hosts that a directory's plan has are answered by its tables, and new ones alone are measured.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from pathlib import Path
 
 import msgspec
 
-from tccl_py.errors import MeasurementError, require
+from tccl_py.errors import MeasurementError
+from tccl_py.files import picked
 from tccl_py.model.cluster import Cluster
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.reports import part_of, split
 from tccl_py.model.rings import joined, on_host
 from tccl_py.model.transfer import TransferSet, transfer_set
 from tccl_py.plan.chains import PlanChain
-from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.retuning import TUNED_NOTE
-from tccl_py.plan.tables import ClassRates, KeptTable, read_tables
+from tccl_py.plan.tables import ClassRates, KeptTable
 from tccl_py.planning.cluster_planner import NO_TABLE
 from tccl_py.planning.plan_sources import class_sources
 from tccl_py.planning.planner import plan_hosts
@@ -30,9 +32,8 @@ from tccl_py.planning.probes import (
     odd_hosts,
     pair_rates,
 )
-from tccl_py.planning.request import PlanRequest
+from tccl_py.planning.request import PlanRequest, gpus_of_classes
 from tccl_py.search.problem import Reporter
-from tccl_py.search.strategies import STRATEGIES
 from tccl_py.sources.hosts import HostsSource
 
 Say = Callable[[Iterable[str]], None]
@@ -47,66 +48,38 @@ _NICS_NOT_PROVEN = (
 )
 
 
-class KnownPlan(msgspec.Struct, frozen=True):
-    """A cluster's plan with its tables, by which it grows."""
-
-    plan: Plan
-    tables: tuple[ClassRates, ...]
-
-    def request(self, new: PlanRequest) -> PlanRequest:
-        """Return a request for further hosts with what holds for all hosts of the plan."""
-        return msgspec.structs.replace(
-            new,
-            version=self.plan.settings.version,
-            # A function of Python is not known by its name.
-            strategy=next(iter({self.plan.strategy} & STRATEGIES.keys()), new.strategy),
-            ib_gid_index=self.plan.settings.ib_gid_index,
-            subnet_prefix=new.subnet_prefix or self.plan.settings.subnet_prefix,
-            pinned_env=self.plan.pinned_env,
-        )
-
-
-def known_hosts(known: KnownPlan | None) -> tuple[dict[str, int], dict[int, list[Sample]]]:
-    """Return the classes of a plan's hosts, and the best sets of each class's search by its number.
-
-    The sets are over all GPUs that are planned.
-    """
-    samples: dict[int, list[Sample]] = {}
-    if known is None:
-        return {}, samples
-    cluster = known.plan.cluster
-    numbers = {node_class.name: number for number, node_class in enumerate(cluster.classes)}
-    for table in known.tables:
-        number = numbers[table.node_class.name]
-        if table.gpus == known.plan.class_gpus[number]:
-            answers = (table.between(settings, best.pairs) for settings, best in table.choices)
-            sets = [_sample(table.plan_chains(c), c.error) for c in answers if c is not None]
-            samples[number] = list({s.transfers: s for s in sets}.values())[:_SETS]
-    return cluster.host_classes, samples
-
-
-def read_known_plan(directory: Path) -> KnownPlan:
-    """Read a cluster's plan with all its tables.
-
-    Raises InputError: there is none, or files were changed.
-    """
-    plan = load_plan(directory)
-    tables = tuple(read_tables(directory, plan.cluster.classes))
-    right = "plan a new directory under mpirun or srun"
-    require(tables, str(directory), "holds no tables of chains between hosts", right)
-    return KnownPlan(plan, tables)
-
-
-class Growth(msgspec.Struct, frozen=True):
-    """What is asked of hosts that are new, or that a `known` plan grows by.
-
-    `reporter` and `tables` are as `make_cluster_plan` takes them.
-    """
+class HostsRequest(msgspec.Struct, frozen=True):
+    """What is asked of hosts, and the hosts and tables of the directory's plan, if it has one."""
 
     request: PlanRequest
-    known: KnownPlan | None = None
+    known: Cluster | None = None
+    """Those hosts of the directory's plan that stay."""
+    kept: tuple[ClassRates, ...] = ()
+    """The tables of their classes."""
+    notices: tuple[str, ...] = ()
+    """The notices of that plan."""
     reporter: Reporter | None = None
+    """Told of the search's steps."""
     tables: list[KeptTable] | None = None
+    """Takes the tables of all classes."""
+
+    def known_hosts(self) -> tuple[dict[str, int], dict[int, list[Sample]]]:
+        """Return the classes of known hosts, and the best sets of each class by its number.
+
+        The sets are over all GPUs that are planned.
+        """
+        samples: dict[int, list[Sample]] = {}
+        if self.known is None:
+            return {}, samples
+        gpus = gpus_of_classes(self.known)
+        numbers = {kind.name: number for number, kind in enumerate(self.known.classes)}
+        for table in self.kept:
+            number = numbers[table.node_class.name]
+            if table.gpus == gpus[number]:
+                answers = (table.between(settings, best.pairs) for settings, best in table.choices)
+                sets = [_sample(table.plan_chains(c), c.error) for c in answers if c is not None]
+                samples[number] = list({s.transfers: s for s in sets}.values())[:_SETS]
+        return self.known.host_classes, samples
 
     def plan(
         self, cluster: Cluster, sources: Mapping[str, BandwidthSource], notices: Iterable[str] = ()
@@ -116,41 +89,36 @@ class Growth(msgspec.Struct, frozen=True):
         `sources` are those of classes with a host at hand, by name. Raises InputError: a class has
         neither table nor source.
         """
-        request, tables, before = self.request, tuple[ClassRates, ...](), tuple[str, ...]()
-        if self.known is not None:
-            request, tables = self.known.request(request), self.known.tables
-            # The rings over all hosts are planned again, under settings that no job has tuned, and
-            # tables that are still missing are said to be again.
-            past = self.known.plan.notices
-            before = tuple(n for n in past if n != TUNED_NOTE and NO_TABLE not in n)
+        # The rings over all hosts are planned again, under settings that no job has tuned, and
+        # tables that are still missing are said to be again.
+        before = (n for n in self.notices if n != TUNED_NOTE and NO_TABLE not in n)
         of_classes = [sources.get(node_class.name) for node_class in cluster.classes]
-        made = plan_hosts(
-            request, cluster, of_classes, kept=tables, reporter=self.reporter, tables=self.tables
-        )
+        more = picked(self, "kept", "reporter", "tables")
+        made = plan_hosts(self.request, cluster, of_classes, **more)
         texts = dict.fromkeys((*before, *made.notices, *notices))
         return msgspec.structs.replace(made, notices=tuple(texts))
 
 
 def plan_job(
-    source: HostsSource, cluster: Cluster, growth: Growth, *, say: Say = lambda _: None
+    source: HostsSource, cluster: Cluster, asked: HostsRequest, *, say: Say = lambda _: None
 ) -> Plan:
     """Plan for the hosts of a job by measuring them; the plan has the notices of measuring.
 
-    A known plan's tables answer for the classes that they have. New hosts are compared with their
+    Kept tables answer for the classes that they have. New hosts are compared with their
     class, and those that differ get classes of their own. `say` is told at once how hosts differ.
 
-    Raises InputError: hosts do not fit the known plan. SourceLostError: a host is gone.
+    Raises InputError: hosts do not fit the known ones. SourceLostError: a host is gone.
     """
     notices: tuple[str, ...] = ()
-    old, samples = known_hosts(growth.known)
-    if growth.known is None:
+    old, samples = asked.known_hosts()
+    if asked.known is None:
         cluster, notices = _with_uplinks(source, cluster)
         say(notices)
 
     def planned(cluster: Cluster) -> Plan:
         present = part_of(cluster, [host.name for host in source.session.hosts])
         by_class = zip(present.classes, class_sources(source, present), strict=True)
-        return growth.plan(cluster, {node_class.name: by for node_class, by in by_class})
+        return asked.plan(cluster, {node_class.name: by for node_class, by in by_class})
 
     made = planned(cluster)
     outliers = {} if made.cancelled else _odd_in_classes(source, made, old, samples)
@@ -159,26 +127,26 @@ def plan_job(
         say(named)
         notices += named
         # The other classes are answered from memory.
-        if growth.tables is not None:
-            growth.tables.clear()
+        if asked.tables is not None:
+            asked.tables.clear()
         made = planned(cluster)
     equal = [name for name, n in cluster.host_classes.items() if name not in old and n in samples]
     notices += _told("added as equal to their class, by samples", equal)
     return _finished(made, source, notices)
 
 
-def grown_plan(
-    growth: Growth,
+def plan_unmeasured(
+    asked: HostsRequest,
     cluster: Cluster,
     source: BandwidthSource | None,
     others: Mapping[str, BandwidthSource],
 ) -> Plan:
-    """Return a plan over a known plan's hosts, if any, and further hosts of one class.
+    """Return a plan over known hosts, if any, and new ones of one class.
 
     `source` simulates these, and `others` the known classes. Hosts whose rates differ from those of
     their class get a class of their own. Without a source they are taken as equal to the class.
     """
-    old, samples = known_hosts(growth.known)
+    old, samples = asked.known_hosts()
     new, number = list(cluster.names[len(old) :]), cluster.hosts[-1].node_class
     sources, notes = dict(others), tuple[str, ...]()
     if source is None:
@@ -189,7 +157,7 @@ def grown_plan(
             cluster = split(cluster, [new])
             notes = (f"the new hosts: {why}; planned as a class of their own",)
         sources[cluster.classes[cluster.host_classes[new[0]]].name] = source
-    return growth.plan(cluster, sources, notes)
+    return asked.plan(cluster, sources, notes)
 
 
 def _told(text: str, hosts: Sequence[str]) -> tuple[str, ...]:
