@@ -20,8 +20,14 @@ _RANKS = (
     "PALS_RANKID",
     "SLURM_PROCID",
 )
-_JOBS = ("measure", "plan", "verify")  # commands that several ranks run together
-_ALONE = ("--simulate", "--help", "-h")  # options with which every rank runs by itself
+_JOBS = ("doctor", "measure", "plan", "verify")  # commands that several ranks run together
+_ALONE = (
+    "--simulate",
+    "--compare",
+    "--root",
+    "--help",
+    "-h",
+)  # options with which every rank runs by itself
 
 
 def only_serves(arguments: Sequence[str], environment: Mapping[str, str]) -> bool:
@@ -64,3 +70,8 @@ def job_size(environment: Mapping[str, str]) -> int:
 def rank_of(environment: Mapping[str, str]) -> str:
     """Return the launcher's number of this rank, as text; "0" without a launcher."""
     return next((environment[name] for name in _RANKS if name in environment), "0")
+
+
+def outside_job(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return variables without those by which a process knows that it is one of several ranks."""
+    return {name: text for name, text in environment.items() if name not in (*_SIZES, *_RANKS)}

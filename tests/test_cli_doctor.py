@@ -48,7 +48,7 @@ def test_json_has_the_same_and_says_who_says_so(tmp_path):
     recorded("amd-as-it-came", tmp_path)
     result = tccl("doctor", "--root", tmp_path, "--json")
     found = json.loads(result.stdout)
-    assert (result.exit_code, list(found)) == (1, ["findings", "unseen", "links"])
+    assert (result.exit_code, list(found)) == (1, ["host", "findings", "unseen", "links", "facts"])
     keys = ["severity", "check", "what", "where", "measured", "expected", "why", "source", "fix"]
     assert all(list(one) == keys for one in found["findings"])
     assert all(one["why"] and one["source"] for one in found["findings"])

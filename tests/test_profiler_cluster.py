@@ -839,7 +839,7 @@ def test_a_proof_that_is_called_off_leaves_no_process(monkeypatch, tmp_path):
     with agent_in_thread("h0") as messenger:
         agents = Agents(FakeJob({"h0": messenger}))
         number = agents.number()
-        agents.tell("h0", number, say.call_of(Agent.prove, (False,)))
+        agents.tell("h0", number, say.call_of(Agent.examine, ((),)))
         while not (path.exists() and path.read_text()):
             time.sleep(0.01)
         agents.give_up(["h0"])

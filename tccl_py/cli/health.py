@@ -15,7 +15,7 @@ from rich.padding import Padding
 
 from tccl_py.cli import options
 from tccl_py.cli.env import EQUAL_HOSTS
-from tccl_py.cli.measure import job_of_plan
+from tccl_py.cli.measure import controlled_job, job_of_plan
 from tccl_py.cli.options import (
     MACHINE_HELP,
     arg,
@@ -44,19 +44,28 @@ from tccl_py.experiments.preflight import (
     measure_plan_again,
 )
 from tccl_py.files import encode_json
+from tccl_py.health.comparison import (
+    HostsCompared,
+    compare_hosts,
+    comparison_lines,
+    finding_lines,
+    read_reports,
+)
 from tccl_py.health.doctor import Diagnosis, examine, this_host
 from tccl_py.health.drift import Drift, Effort, drift_json, metric_labels, prometheus_text
 from tccl_py.health.drift_statistics import SMALLEST, Comparison
 from tccl_py.health.host import Defect, DriverState, HostState, files_of_this_host
 from tccl_py.health.network import check_network
 from tccl_py.health.plugin import plugin_complaints
-from tccl_py.model.links import Proof
+from tccl_py.launchers import in_job
+from tccl_py.model.links import HostReport, Proof
 from tccl_py.model.measurement import IN_DRY_RUN
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import plan_in
 from tccl_py.plan.text import plan_name
 from tccl_py.report.preflight import PREFLIGHT, preflight_json, preflight_metrics
 from tccl_py.report.tables import lines
+from tccl_py.sources.hosts import examined_hosts
 
 if TYPE_CHECKING:
     from tccl_py.nccl.proof import AskedJob
@@ -231,7 +240,9 @@ _STYLES = {"hang": BAD, "slow": DOUBT, "note": "bold"}
 
 
 def doctor(
+    files: list[Path] | None = arg("FILES", "With --compare: what `--json` wrote.", None),
     *,
+    compare: bool = flag("--compare", "Compare what `tccl doctor --json` wrote on each host."),
     root: Path | None = opt("DIR", "Look at a copy of another host's files."),
     passive: bool = flag("--passive", "Only look: nothing runs on the GPUs."),
     prove: bool = options.PROVE,
@@ -240,7 +251,8 @@ def doctor(
     """Prove that links between GPUs carry data, and look for what hangs or slows NCCL here.
 
     On idle GPUs kernels and NCCL's jobs run for half a minute at most, with values compared. All
-    else is only read; a fix is printed, never run. Root sees more.
+    else is only read; a fix is printed, never run. Root sees more. Under mpirun or srun, or with
+    --compare, hosts are compared: which is not like the others, and in what.
 
     Exit codes: 0 nothing but notes (or unproven links), 1 something hangs, slows or damages, 2
     wrong use.
@@ -250,7 +262,21 @@ def doctor(
         tccl doctor
         tccl doctor --passive
         sudo tccl doctor --json
+        tccl doctor --compare node*.json
     """
+    if not compare:
+        refuse({"FILES": files or None}, ("without --compare", "are for it", "add --compare"))
+    else:
+        alone = {"--root": root, "--passive": passive, "--prove": prove}
+        refuse(alone, ("with --compare", "is for one host", "leave it out"))
+        _say_comparison(compare_hosts(read_reports(files or ())), (), json=json)
+        return
+    if root is None and in_job():
+        with controlled_job() as job:
+            options = (*["--prove"] * prove, *["--passive"] * passive)
+            reports = list(examined_hosts(job, *options).values())
+        _say_comparison(compare_hosts(reports), reports, json=json)
+        return
     if root is not None and not any((root / name).is_dir() for name in ("sys", "proc", "etc")):
         right = "name one with sys, proc, etc and dev in it"
         raise InputError(str(root), "is no directory with sys, proc or etc in it", right)
@@ -321,6 +347,19 @@ def advise(
     lines = [("Your job", line)] if line else []
     for name, text in [*lines, *advice.lines()]:
         console.print(grid([(name.ljust(9), text)]), style=GOOD if name == "Try first" else "")
+
+
+def _say_comparison(found: HostsCompared, reports: Sequence[HostReport], *, json: bool) -> None:
+    """Print hosts compared, and the findings of each of a job; end by 1 where one is bad."""
+    if json:
+        print_json({**asdict(found), "reports": reports} if reports else found)
+    else:
+        console = results()
+        for text, severity in (*comparison_lines(found), *finding_lines(reports)):
+            console.print(text, style=_STYLES[severity] if severity else "")
+    bad = any(one["severity"] != "note" for report in reports for one in report.findings)
+    if bad or not found.healthy:
+        raise typer.Exit(ANSWER_IS_NO)
 
 
 def _print_diagnosis(diagnosis: Diagnosis) -> None:

@@ -124,7 +124,7 @@ def check_limits(host: HostState) -> Results:
     if not limits:
         yield Unseen(what="this user's limits", why=f"no /{_LIMITS}")
         return
-    locked = _limit(limits, "Max locked memory")
+    locked = limit_of(limits, "Max locked memory")
     if locked is not None:
         nics = host.rdma_nics()
         changes = {"measured": mib(locked), "expected": "unlimited"}
@@ -134,12 +134,13 @@ def check_limits(host: HostState) -> Results:
             changes["fix"] = "docker run --ulimit memlock=-1 ..."
         where = "ulimit -l of this user"
         yield defect("locked", where, severity="hang" if nics else None, **changes)
-    mapped = _limit(limits, "Max address space")
+    mapped = limit_of(limits, "Max address space")
     if mapped is not None:
         yield defect("mapped", "ulimit -v of this user", measured=mib(mapped), expected="unlimited")
 
 
-def _limit(limits: str, name: str) -> int | None:
+def limit_of(limits: str, name: str) -> int | None:
+    """Return a limit of /proc/PID/limits by its name; None where there is none."""
     match = re.search(rf"^{name}\s+([0-9]{{1,19}})\s", limits, re.MULTILINE)
     return int(match[1]) if match else None
 

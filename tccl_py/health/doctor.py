@@ -17,6 +17,7 @@ import msgspec
 
 from tccl_py.errors import InputError, MeasurementError, counted
 from tccl_py.health.checks import HOST_CHECKS
+from tccl_py.health.comparison import facts_of
 from tccl_py.health.host import (
     ENVIRONMENT,
     SEVERITIES,
@@ -34,6 +35,7 @@ from tccl_py.health.host import (
     rules,
 )
 from tccl_py.health.network import check_network, unfit_interfaces, unfit_nics
+from tccl_py.health.nics import check_nics, unfit_network, unfit_network_plugin
 from tccl_py.health.pci import error_counts
 from tccl_py.health.plugin import check_plugin
 from tccl_py.model.links import Proof, ProofVerdict
@@ -111,7 +113,8 @@ def check_settings(host: HostState) -> Results:
             yield defect("graph", where, what=f"{fault} for all jobs of this host", fix=_HOST_FIX)
     effective = {name: line for name, line in variables.items() if not line.installed}
     for name, rule in rules().items():
-        if name in effective and effective[name].value != rule.harmless:
+        speaks = not rule.rdma or host.rdma_nics()
+        if speaks and name in effective and effective[name].value != rule.harmless:
             line = effective[name]
             effect = "; it holds for every job that does not set it itself"
             effect = "; it overrides a plan's setting" if line.where == ENVIRONMENT else effect
@@ -178,6 +181,8 @@ _CHECKED_VALUES: Mapping[str, Callable[[HostState, str], dict[str, Any]]] = {
     GRAPH_VARIABLE: _unfit_graph,
     "NCCL_TOPO_FILE": _unfit_topology,
     "NCCL_IB_HCA": unfit_nics,
+    "NCCL_NET": unfit_network,
+    "NCCL_NET_PLUGIN": unfit_network_plugin,
     "NCCL_SOCKET_IFNAME": unfit_interfaces,
     "NCCL_PROTO": _unfit_protocol,
     "NCCL_P2P_LEVEL": _no_p2p,
@@ -281,6 +286,7 @@ def check_own_rings(host: HostState) -> Results:
 
 _NCCL_CHECKS: Mapping[str, Callable[[HostState], Results]] = {
     "driver": check_driver,
+    "NICs": check_nics,
     "network": check_network,
     "settings": check_settings,
     "nccl": check_nccl,
@@ -295,10 +301,14 @@ _CHECKS = {"proof": check_proof, **HOST_CHECKS, **_NCCL_CHECKS}
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """Findings, the worst first, and facts that could not be read."""
 
+    host: str = ""
+    """The host's name."""
     findings: tuple[Defect, ...]
     unseen: tuple[Unseen, ...]
     links: Proof | None = None
     """The proof of the links between GPUs; None where none was made."""
+    facts: dict[str, str] = {}
+    """What should be equal on all hosts of a cluster, by name; `--compare` tells what is not."""
 
     @property
     def healthy(self) -> bool:
@@ -316,4 +326,10 @@ def examine(host: HostState) -> Diagnosis:
     findings = [result for result in results if isinstance(result, Defect)]
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     unseen = tuple(result for result in results if isinstance(result, Unseen))
-    return Diagnosis(findings=tuple(findings), unseen=unseen, links=host.links)
+    return Diagnosis(
+        host=host.name,
+        findings=tuple(findings),
+        unseen=unseen,
+        links=host.links,
+        facts=facts_of(host),
+    )

@@ -74,6 +74,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     `harmless` is the value of a variable without effect; it can be a `workaround` for a fault.
     `releases` of NCCL, the first and the last, have the defect, on GPUs of `sm` alone if given.
+    Variables of `rdma` say nothing on a host without RDMA NICs.
     """
 
     severity: Severity
@@ -85,6 +86,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     workaround: bool = False
     releases: tuple[str, str] | None = None
     sm: int | None = None
+    rdma: bool = False
 
 
 @functools.cache
@@ -104,8 +106,8 @@ def defect(
     base = rules()[rule]
     parts = {"what": base.what, "why": base.why + effect, "source": base.source}
     parts |= {"fix": base.fix, **fields}
-    parts = {name: _valid(text) for name, text in parts.items()}
-    return Defect(severity=severity or base.severity, where=_valid(where), **parts)
+    parts = {name: valid_text(text) for name, text in parts.items()}
+    return Defect(severity=severity or base.severity, where=valid_text(where), **parts)
 
 
 def listed(names: Sequence[str]) -> str:
@@ -119,14 +121,14 @@ def mib(count: int) -> str:
     return f"{count / 1024**2:,.6g} MiB"
 
 
-def _valid(text: str) -> str:
+def valid_text(text: str) -> str:
     """Return a text from outside as valid UTF-8."""
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def cut(text: str) -> str:
     """Return the begin of a text from outside, as valid UTF-8."""
-    text = _valid(text)
+    text = valid_text(text)
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
@@ -165,6 +167,12 @@ class HostState(HostFiles):
     log: bytes = b""
     earlier_errors: Mapping[str, Counter[str]] = field(default_factory=dict)
     links: Proof | None = None
+
+    @property
+    def name(self) -> str:
+        """The host's name; that of the directory for a copy that does not tell it."""
+        paths = "proc/sys/kernel/hostname", "etc/hostname"
+        return next(filter(None, map(self.text, paths)), self.root.resolve().name)
 
     def pci(self, bus_id: str, name: str) -> str:
         """Return an attribute of a PCI device."""

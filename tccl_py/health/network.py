@@ -12,7 +12,7 @@ import msgspec
 
 from tccl_py.health.host import Defect, HostState, Results, cut, defect, in_force, listed
 from tccl_py.readers.lldp import neighbours
-from tccl_py.readers.roce import PREFIX_BITS, PREFIX_VARIABLE, Function, roce_functions
+from tccl_py.readers.sysfs import PREFIX_BITS, PREFIX_VARIABLE, RdmaPort, rdma_ports
 
 _MTU = 9000
 _PORT = re.compile(r"np?([0-9]+)$", re.ASCII)
@@ -37,7 +37,7 @@ def check_network(host: HostState) -> Results:
 
 
 def _findings(host: HostState, variables: Mapping[str, str]) -> Iterator[Defect]:
-    functions = roce_functions(host)
+    functions = [port for port in rdma_ports(host) if port.ethernet and port.number == 1]
     addressed = [function for function in functions if function.addresses]
     text = variables.get(PREFIX_VARIABLE, "")
     bits = int(text) if text.isdecimal() and 1 <= int(text) <= 32 else PREFIX_BITS
@@ -61,7 +61,7 @@ def _findings(host: HostState, variables: Mapping[str, str]) -> Iterator[Defect]
             yield defect("firewall", f"{name}, subnets {listed(sorted(users))}", fix=fix)
 
 
-def _of_function(host: HostState, function: Function) -> Iterator[Defect]:
+def _of_function(host: HostState, function: RdmaPort) -> Iterator[Defect]:
     where = f"{function.name} ({function.interface or 'no interface'})"
     if not function.active:
         yield defect("function-down", where)
@@ -76,7 +76,7 @@ def _of_function(host: HostState, function: Function) -> Iterator[Defect]:
             yield defect("like-ports", f"{where} and {other.port} of {other.system[:60]}")
 
 
-def _chosen(function: Function, variables: Mapping[str, str]) -> bool:
+def _chosen(function: RdmaPort, variables: Mapping[str, str]) -> bool:
     """Return whether NCCL_IB_HCA leaves NCCL this function."""
     text = variables.get("NCCL_IB_HCA", "")
     excludes, exact = text.startswith("^"), text.lstrip("^").startswith("=")
@@ -99,7 +99,13 @@ def unfit_nics(host: HostState, value: str) -> dict[str, Any]:
 
 
 def unfit_interfaces(host: HostState, value: str) -> dict[str, Any]:
-    """Return a finding's fields where NCCL_SOCKET_IFNAME names interfaces that are not here."""
+    """Return a finding's fields where NCCL_SOCKET_IFNAME names none here, or leaves loopback."""
+    if value.startswith("^"):
+        names = value.removeprefix("^").removeprefix("=").split(",")
+        fits = str.__eq__ if value.startswith("^=") else str.startswith
+        leaves = not any(name and fits("lo", name) for name in names)
+        what = f"leaves NCCL `lo`: {cut(value)},lo does not"
+        return {"rule": "loopback", "what": what} if leaves else {}
     interfaces = host.entries("sys/class/net")
     names, lost = _named(value, interfaces)
     if not interfaces or not lost:

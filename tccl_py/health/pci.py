@@ -12,7 +12,7 @@ from tccl_py.health.host import Defect, HostState, Results, Unseen, defect, list
 from tccl_py.model.machine import Fingerprint, Knowledge, Machine, PciLink
 from tccl_py.planning.hardware import CHIPSET, hardware_limits
 from tccl_py.readers.live import DriverFacts, GpuFacts, machine_of
-from tccl_py.readers.sysfs import normal_bus_id
+from tccl_py.readers.sysfs import normal_bus_id, rdma_ports
 
 _UNPRIVILEGED, _EXTENDED, _LENGTH = 0x40, 0x100, 4096
 _ACS = 0x000D
@@ -46,10 +46,15 @@ def acs_control(config: bytes) -> int | None:
 
 
 def redirecting_ports(host: HostState) -> tuple[dict[str, int], dict[str, list[str]]]:
-    """Return the ACS bits of bridges that redirect GPUs' traffic, and by reason those not seen."""
+    """Return the ACS bits of bridges that redirect traffic between GPUs, and GPUs and RDMA NICs.
+
+    Beside them by reason the bridges whose bits are not seen.
+    """
     redirecting: dict[str, int] = {}
     hidden: dict[str, list[str]] = {}
-    for port in dict.fromkeys(port for gpu in host.gpus for port in host.ports_above(gpu)):
+    nics = [port.bus_id for port in rdma_ports(host) if port.bus_id] if host.gpus else []
+    devices = (*host.gpus, *nics)
+    for port in dict.fromkeys(port for device in devices for port in host.ports_above(device)):
         config = host.data(f"sys/bus/pci/devices/{port}/config", limit=_LENGTH)
         control = acs_control(config or b"")
         if control is None:
@@ -66,7 +71,7 @@ def redirecting_ports(host: HostState) -> tuple[dict[str, int], dict[str, list[s
 
 
 def check_acs(host: HostState) -> Results:
-    """Find bridges above GPUs that redirect peer traffic to the CPU."""
+    """Find bridges above GPUs and RDMA NICs that redirect peer traffic to the CPU."""
     redirecting, hidden = redirecting_ports(host)
     for why, of in hidden.items():
         yield Unseen(what=f"ACS of the bridges {listed(of)}", why=why)
@@ -144,18 +149,22 @@ def check_links(host: HostState) -> Results:
     chains = [host.ports_above(gpu) for gpu in host.gpus]
     uplinks = {chain[at]: chain[at - 1] for chain in chains for at in range(1, len(chain) - 1, 2)}
     for switch, port in uplinks.items():
-        who = f"the switch at {switch}, below {port}"
-        yield from _width(host, switch, port, who)
-        speed = host.pci_link(switch, "current").speed_gts
-        speeds = [host.pci_link(end, "max").speed_gts for end in (switch, port)]
-        best = min(filter(None, speeds), default=0.0)
-        if speed is not None and speed < best:
-            yield defect("slow-uplink", who, measured=f"{speed:g} GT/s", expected=f"{best:g} GT/s")
+        yield from link_defects(host, switch, port, f"the switch at {switch}, below {port}")
     if any(host.pci(gpu, "current_link_speed") for gpu in host.gpus):
         yield Unseen(
             what="the PCIe generation of GPUs under load",
             why="idle GPUs lower it to save power; `tccl measure` says so if it stays low",
         )
+
+
+def link_defects(host: HostState, device: str, above: str, who: str) -> Iterator[Defect]:
+    """Find a link of a device that saves no power when idle with low width or speed."""
+    yield from _width(host, device, above, who)
+    speed = host.pci_link(device, "current").speed_gts
+    speeds = [host.pci_link(end, "max").speed_gts for end in (device, above)]
+    best = min(filter(None, speeds), default=0.0)
+    if speed is not None and speed < best:
+        yield defect("slow-uplink", who, measured=f"{speed:g} GT/s", expected=f"{best:g} GT/s")
 
 
 def _width(host: HostState, device: str, above: str, who: str) -> Iterator[Defect]:

@@ -107,3 +107,15 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """The pairs of GPUs that no plan may use."""
     conditions: dict[str, str] = {}
     """Driver, BIOS, kernel command line and GPUs under which it holds."""
+
+
+class HostReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What `tccl doctor --json` says of a host, as far as other hosts and plans read it."""
+
+    host: str
+    """The host's name."""
+    facts: dict[str, str]
+    """What should be equal on all hosts of a cluster."""
+    findings: tuple[dict[str, str], ...] = ()
+    links: Proof | None = None
+    """None with fewer than two GPUs, or where nothing was to run."""

@@ -25,7 +25,7 @@ from tccl_py.errors import InputError, require
 from tccl_py.model.cluster import Cable, CableEnd, cabled_nics, check_host_name, shown
 from tccl_py.model.machine import Machine
 from tccl_py.readers.lldp import Neighbour
-from tccl_py.readers.roce import PREFIX_BITS
+from tccl_py.readers.sysfs import PREFIX_BITS
 
 MAX_CABLED = 64
 """Hosts of one ring along cables."""

@@ -8,7 +8,9 @@ from __future__ import annotations
 import platform
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
+from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
 from typing import Literal
 
@@ -29,6 +31,11 @@ _MAX_BYTES = 64 * 1024
 _MAX_ENTRIES = 10_000
 _ARCHITECTURES = {"aarch64": "arm64", "ppc64le": "ppc64"}  # Kernel's -> NCCL's
 _DMA_BUF_SINCE = (5, 12)
+PREFIX_VARIABLE = "NCCL_IB_SUBNET_PREFIX_LEN"
+PREFIX_BITS = 24
+"""The bits by which NCCL compares addresses, whatever an interface's mask is."""
+_MAX_GIDS = 256
+_RDMA = "sys/class/infiniband"
 DEVICES = "sys/bus/pci/devices"
 _NODES = "sys/devices/system/node"
 
@@ -268,21 +275,16 @@ def _bus_id(files: HostFiles, entry: str) -> str:
 
 
 def _rdma_ports(files: HostFiles) -> Iterator[Nic]:
-    base = "sys/class/infiniband"
-    for name in _in_order(files.entries(base)):
-        for port in _in_order(files.entries(f"{base}/{name}/ports")):
-            place = f"{base}/{name}/ports/{port}"
-            if "ACTIVE" not in files.text(f"{place}/state") or not port.isdecimal():
-                continue
-            rate = _GIGABITS.match(files.text(f"{place}/rate"))
-            guid = files.text(f"{base}/{name}/node_guid").replace(":", "")
+    for port in rdma_ports(files):
+        if port.active:
+            guid = files.text(f"{_RDMA}/{port.name}/node_guid").replace(":", "")
             yield Nic(
                 index=0,
-                name=name,
+                name=port.name,
                 parent="",
-                bus_id=_bus_id(files, f"{base}/{name}"),
-                speed_mbps=int(float(rate[1]) * 1000) if rate else 0,
-                port=int(port),
+                bus_id=port.bus_id,
+                speed_mbps=port.mbps,
+                port=port.number,
                 guid=f"0x{guid}" if guid else "",
                 gdr=True,
             )
@@ -297,3 +299,93 @@ def _interfaces(files: HostFiles) -> Iterator[Nic]:
             speed = max(files.number(f"{entry}/speed") or 0, 0)
             bus_id = _bus_id(files, entry)
             yield Nic(index=0, name=name, parent="", bus_id=bus_id, speed_mbps=speed)
+
+
+class Gid(msgspec.Struct, frozen=True, kw_only=True):
+    """An address of an RDMA port that is not all zeros."""
+
+    index: int
+    """Its place in the port's table, as NCCL_IB_GID_INDEX names it."""
+    version: str
+    """`RoCE v1`, `RoCE v2`, or "" for InfiniBand or where the kernel does not tell."""
+    address: IPv6Address
+
+
+class RdmaPort(msgspec.Struct, frozen=True, kw_only=True):
+    """A port of an RDMA NIC, active or not."""
+
+    name: str
+    number: int
+    bus_id: str
+    """"" for a virtual one."""
+    board: str
+    """What ports of equal cards share: the type and the board's id."""
+    interface: str
+    """The network interface, or ""."""
+    ethernet: bool
+    state: str
+    """`ACTIVE`, `DOWN`, `INIT` or `ARMED`; "" if unknown."""
+    mbps: int
+    """The present rate in Mbit/s, 0 if unknown."""
+    mtu: int | None
+    """The interface's, in bytes."""
+    gids: tuple[Gid, ...]
+
+    @property
+    def active(self) -> bool:
+        """True if NCCL may use it."""
+        return self.state == "ACTIVE"
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """The IPv4 addresses of RoCE: an address has a GID for each version."""
+        mapped = (gid.address.ipv4_mapped for gid in self.gids)
+        return tuple(dict.fromkeys(int(address) for address in mapped if address))
+
+    def subnets(self, bits: int = PREFIX_BITS) -> frozenset[str]:
+        """Return the subnets of the addresses, as NCCL compares them."""
+        shift = 32 - bits
+        return frozenset(f"{IPv4Address(at >> shift << shift)}/{bits}" for at in self.addresses)
+
+
+def rdma_ports(files: HostFiles) -> tuple[RdmaPort, ...]:
+    """Return all ports of RDMA NICs, in natural order."""
+    return tuple(
+        _rdma_port(files, name, port)
+        for name in _in_order(files.entries(_RDMA))
+        for port in _in_order(files.entries(f"{_RDMA}/{name}/ports"))
+        if re.fullmatch("[0-9]{1,5}", port, re.ASCII)
+    )
+
+
+def _rdma_port(files: HostFiles, name: str, port: str) -> RdmaPort:
+    place = f"{_RDMA}/{name}/ports/{port}"
+    interfaces = files.entries(f"{_RDMA}/{name}/device/net")
+    # Cards with several ports in one function tell which is whose.
+    own = [
+        one for one in interfaces if files.number(f"sys/class/net/{one}/dev_port") == int(port) - 1
+    ]
+    interface = next(iter(own or interfaces), "")
+    rate = _GIGABITS.match(files.text(f"{place}/rate"))
+    board = (files.text(f"{_RDMA}/{name}/{fact}") for fact in ("hca_type", "board_id"))
+    return RdmaPort(
+        name=name,
+        number=int(port),
+        bus_id=_bus_id(files, f"{_RDMA}/{name}"),
+        board=" ".join(filter(None, board)),
+        interface=interface,
+        ethernet=files.text(f"{place}/link_layer") == "Ethernet",
+        state=files.text(f"{place}/state").rpartition(" ")[2],
+        mbps=int(float(rate[1]) * 1000) if rate else 0,
+        mtu=files.number(f"sys/class/net/{interface}/mtu") if interface else None,
+        gids=tuple(_gids(files, place)),
+    )
+
+
+def _gids(files: HostFiles, place: str) -> Iterator[Gid]:
+    for name in _in_order(files.entries(f"{place}/gids"))[:_MAX_GIDS]:
+        version = files.text(f"{place}/gid_attrs/types/{name}").removeprefix("IB/")
+        with suppress(ValueError):
+            address = IPv6Address(files.text(f"{place}/gids/{name}"))
+            if int(address):
+                yield Gid(index=int(name), version=version, address=address)

@@ -204,7 +204,8 @@ def command(module, *arguments):
         return real(module, *arguments)
     verdict = {"h1": "hangs", "h2": "sound"}.get(socket.gethostname())
     links = {"verdict": verdict, "what": " ".join(arguments)} if verdict else None
-    return [sys.executable, "-c", f"import json; print(json.dumps({{'links': {links}}}))"]
+    report = {"host": "", "facts": {}, "links": links}
+    return [sys.executable, "-c", f"import json; print(json.dumps({report}))"]
 
 children.child_command = command
 """

@@ -41,7 +41,8 @@ from tccl_profiler.session import pool_of
 from tccl_profiler.watch import warnings, watching
 from tccl_py.children import child_command, child_environment, search_path
 from tccl_py.errors import MeasurementError, TcclError, Terminated, limit_reached
-from tccl_py.model.links import Proof
+from tccl_py.launchers import outside_job
+from tccl_py.model.links import HostReport, Proof
 from tccl_py.model.transfer import place_named
 from tccl_py.rank_processes.forkserver import ForkServer
 from tccl_py.rank_processes.rank import Rendezvous
@@ -73,12 +74,6 @@ class Ran(msgspec.Struct, frozen=True, kw_only=True):
 
     results: tuple[RunResult, ...]
     early_ns: tuple[int, ...]
-
-
-class _Diagnosis(msgspec.Struct):
-    """What an agent reads of the JSON of `tccl doctor`."""
-
-    links: Proof | None
 
 
 class Agent:
@@ -199,21 +194,22 @@ class Agent:
         )
         return self._facts
 
-    def prove(self, force: bool) -> Proof | None:
-        """Have `tccl doctor` prove this host's links; None with fewer than two GPUs.
+    def examine(self, options: tuple[str, ...]) -> HostReport:
+        """Have `tccl doctor` with these options examine this host and prove its links.
 
-        `force` also tries P2P that may do harm. A doctor that fails or is late proves nothing.
+        A doctor that fails or is late proves nothing.
         """
         with subprocess.Popen(
-            child_command("tccl_py", "doctor", "--json", *["--prove"] * force),
-            env=child_environment(self.environment(())[0]),
+            child_command("tccl_py", "doctor", "--json", *options),
+            env=child_environment(outside_job(self.environment(())[0])),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         ) as doctor:
             try:
                 output, said = self._until_ended(doctor)
-                return msgspec.json.decode(output, type=_Diagnosis).links
+                report = msgspec.json.decode(output, type=HostReport)
+                return msgspec.structs.replace(report, host=self._name)
             except TimeoutError:
                 why = f"did not end within {PROOF_S:g} s"
             except msgspec.DecodeError:
@@ -225,7 +221,8 @@ class Agent:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     doctor.wait(_END_S)
                 doctor.kill()
-        return Proof(verdict="inconclusive", what=f"`tccl doctor` {why}")
+        unable = Proof(verdict="inconclusive", what=f"`tccl doctor` {why}")
+        return HostReport(host=self._name, facts={}, links=unable)
 
     def _until_ended(self, child: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
         """Return what a child wrote, unless the controller calls it off. Raises TimeoutError."""
@@ -370,7 +367,7 @@ class Agent:
 
 
 _METHODS = (Agent.clock, Agent.describe, Agent.open, Agent.ping, Agent.take, Agent.run)
-_OF_RANKS = (Agent.prove, Agent.environment, Agent.open_rendezvous, Agent.run_ranks)
+_OF_RANKS = (Agent.examine, Agent.environment, Agent.open_rendezvous, Agent.run_ranks)
 CALLED: Mapping[str, Callable[..., Any]] = {m.__name__: m for m in (*_METHODS, *_OF_RANKS)}
 
 

@@ -38,7 +38,7 @@ from tccl_profiler.nccl_links import process_variables
 from tccl_profiler.program import Link, Program
 from tccl_profiler.rates import ClockReading, offset_from_pings
 from tccl_py.errors import InputError, MeasurementError, SourceLostError
-from tccl_py.model.links import Proof
+from tccl_py.model.links import HostReport, Proof
 from tccl_py.model.transfer import TransferSet, place_named
 from tccl_py.rank_processes.rank import Rendezvous
 from tccl_py.rank_processes.tasks import RankOutput, Task
@@ -192,13 +192,18 @@ class Agents:
         arguments = (backend, devices, tuple(interfaces))
         return self.ask(Agent.describe, dict.fromkeys(self.hosts, arguments))
 
+    def examined(self, *options: str) -> dict[str, HostReport]:
+        """Have `tccl doctor` with these options examine all hosts at once; return what it said."""
+        asked = dict.fromkeys(self.hosts, (options,))
+        return self.ask(Agent.examine, asked, PROOF_S + _SPARE_S)
+
     def proofs(self, *, force: bool) -> dict[str, Proof]:
         """Have all hosts prove their links at once, before workers start; return it by host.
 
-        Hosts with fewer than two GPUs have none. `force` is as `Agent.prove` takes it.
+        Hosts with fewer than two GPUs have none. `force` also tries P2P that may do harm.
         """
-        answers = self.ask(Agent.prove, dict.fromkeys(self.hosts, (force,)), PROOF_S + _SPARE_S)
-        return {host: proof for host, proof in answers.items() if proof is not None}
+        reports = self.examined(*["--prove"] * force)
+        return {host: report.links for host, report in reports.items() if report.links is not None}
 
     def reading(self, host: str, count: int) -> ClockReading:
         """Return a host's clock against this host's, by so many pings."""
