@@ -18,6 +18,7 @@ from tccl_py.experiments.preflight import Problem
 from tccl_py.experiments.record import Tried
 from tccl_py.experiments.spec import WrongValue
 from tccl_py.health.advice import Advice
+from tccl_py.health.comparison import HostsCompared
 from tccl_py.health.doctor import Diagnosis
 from tccl_py.model.links import Proof
 from tccl_py.nccl.settings import Settings
@@ -468,6 +469,7 @@ COMMANDS: Mapping[str, Any] = {
     "overlap": Overlap,
     "diff": list[Difference],
     "doctor": Diagnosis,
+    "hosts": HostsCompared,
     "validate": Judged,
     "workload": Workload,
 }
@@ -475,6 +477,7 @@ TITLES = {
     "plan": "tccl plan, tccl show",
     "pairs": "tccl measure without sets",
     "diff": "tccl show of two plans",
+    "hosts": "tccl doctor --compare",
 }
 
 
