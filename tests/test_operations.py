@@ -12,12 +12,14 @@ import yaml
 from tccl_py.cli.main import COMMANDS, load_command
 from tccl_py.delivery.plugin import PLUGIN_VARIABLE
 from tccl_py.experiments.comparison import Timed, single
-from tccl_py.experiments.preflight import CollectivesChecked, Preflight
+from tccl_py.experiments.preflight import Preflight
+from tccl_py.experiments.record import ArmResult
 from tccl_py.health.drift import Drift, prometheus_text
 from tccl_py.health.drift_statistics import Comparison
 from tccl_py.model.transfer import parse_set
 from tccl_py.nccl.plugin import LIBRARY
 from tccl_py.nccl.plugin.index import INDEX_VARIABLE
+from tccl_py.nccl.settings import Settings
 from tccl_py.plan.directory import ALIKE_INDEX_FILE
 from tccl_py.plan.load import load_plan
 from tccl_py.report.preflight import preflight_metrics
@@ -209,8 +211,9 @@ def test_the_dashboard_asks_only_for_metrics_that_a_check_has():
     one = parse_set("G0->G0->G1")
     row = Comparison(transfers=one, flow=one.flows[0], was_gbps=2.0, is_gbps=1.0, p=0.001)
     drift = Drift(rows=(row,), changes=(row,), points_to="", lost={}, skipped=(), seconds=1.0)
-    jobs = CollectivesChecked(rates=(Timed(bytes=1, gbps=1.0, compared=single(0.5)),))
-    found = Preflight(drift=drift, collectives=jobs, seconds=1.0)
+    rows = (Timed(bytes=1, gbps=1.0, compared=single(0.5)),)
+    arm = ArmResult(name="default", settings=Settings(), environment={}, rows=rows)
+    found = Preflight(drift=drift, arm=arm, seconds=1.0)
     own = {"machine": "m", "simulated": "false"}
     printed = prometheus_text(drift, own, now=1.0) + preflight_metrics(found, own)
     assert asked <= set(re.findall(r"^# TYPE (\S+)", printed, flags=re.MULTILINE))

@@ -4,12 +4,11 @@ import pytest
 
 from tccl_py.errors import MeasurementError
 from tccl_py.experiments.nccl_tests import NO_TORCH
-from tccl_py.experiments.preflight import Preflight, check_collectives
+from tccl_py.experiments.preflight import check_collectives
 from tccl_py.experiments.rounds import RunBudget
 from tccl_py.experiments.spec import MIB, WrongValue
 from tccl_py.experiments.target import read_target
 from tccl_py.explanation.paths import collapse_patterns
-from tccl_py.health.drift import Drift
 from tccl_py.model.transfer import parse_set
 from tccl_py.plan.directory import write_plan
 from tccl_py.simulator.descriptions import load_bundled
@@ -61,7 +60,7 @@ def test_slower_collectives_are_told_only_if_a_second_job_confirms_them(host):
     faster = host.checked(jobs(lambda number: 0.8, seed=5))
     assert not (once.slower or faster.slower)
     assert always.slower == list(always.rates)
-    assert [problem.what for problem in preflight(always).problems] == [
+    assert [problem.what for problem in always.problems] == [
         "bandwidth of all_reduce of 64 MiB",
         "bandwidth of all_reduce of 256 MiB",
     ]
@@ -69,7 +68,7 @@ def test_slower_collectives_are_told_only_if_a_second_job_confirms_them(host):
 
 def test_a_plan_that_was_not_verified_has_no_expected_bandwidth(host):
     found = host.checked(jobs(lambda number: 9.0), verified=False)
-    assert preflight(found).ok
+    assert found.ok
     assert {row.expected_gbps for row in found.rates} == {None}
 
 
@@ -81,7 +80,7 @@ def test_a_second_job_that_hangs_is_a_finding_as_well(host):
             return super().run(tasks)
 
     found = host.checked(Hanging(lambda size, _: 1.5 * (1e-4 + size / 1e10)))
-    assert not preflight(found).ok
+    assert not found.ok
 
 
 def test_bandwidths_of_another_program_are_no_expectation(host):
@@ -107,7 +106,7 @@ def test_wrong_values_name_the_gpu_that_has_them(host):
     found = host.checked(WrongJobs(wrong))
     (problem,) = found.problems
     assert (problem.where, problem.measured) == ("GPU 2", "2 wrong results")
-    assert not preflight(found).ok
+    assert not found.ok
 
 
 class WrongJobs(FakeJobs):
@@ -128,17 +127,12 @@ def test_a_job_that_fails_is_a_finding_and_no_error(host):
     found = host.checked(Failing(lambda *_: 1.0))
     (problem,) = found.problems
     assert "rank 3" in problem.where
-    assert not preflight(found).ok
+    assert not found.ok
 
 
 def test_of_two_hundred_healthy_machines_hardly_one_fails(host):
     failed = sum(bool(host.checked(jobs(seed=seed, noise=0.02)).slower) for seed in range(200))
     assert failed <= 1
-
-
-def preflight(collectives):
-    drift = Drift(rows=(), changes=(), points_to="", lost={}, skipped=(), seconds=1.0)
-    return Preflight(drift=drift, collectives=collectives, seconds=1.0)
 
 
 # Writes that collapse

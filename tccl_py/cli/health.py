@@ -181,9 +181,9 @@ def _print_preflight(preflight: Preflight, *, dry_run: bool) -> None:
     for problem in preflight.problems:
         console.print(f"{problem.what}: {problem.measured}, expected {problem.expected}")
         console.print(f"  at {problem.where}")
-    if (jobs := preflight.collectives).rates:
-        console.print(f"{jobs.checked} results of collectives compared, bit by bit")
-        print_table(console, lines(PREFLIGHT, jobs.rates))
+    if preflight.rates:
+        console.print(f"{preflight.checked} results of collectives compared, bit by bit")
+        print_table(console, lines(PREFLIGHT, preflight.rates))
 
 
 def _print_drift(plan: Plan, drift: Drift) -> None:

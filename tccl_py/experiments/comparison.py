@@ -17,8 +17,9 @@ from tccl_py.decision import Harm, harm
 from tccl_py.experiments.jobs import AGAIN, Launcher, Outcome
 from tccl_py.experiments.spec import Row
 from tccl_py.files import picked
+from tccl_py.health.drift_statistics import chance, common_spread
 from tccl_py.plan.chains import ChoiceName
-from tccl_py.statistics import Interval, ratio_interval, sign_flip_p
+from tccl_py.statistics import Interval, holm, ratio_interval, sign_flip_p
 
 Verdict = Literal["better", "same", "worse"]
 
@@ -184,6 +185,27 @@ def timed(
         compared=compared,
         verdict=compared.verdict,
         harm=harm,
+    )
+
+
+def over_earlier(
+    rows: Sequence[Timed], earlier: Sequence[Timed], *, families: int = 1
+) -> tuple[Timed, ...]:
+    """Compare rows of one job with those of earlier rounds.
+
+    p is adjusted for all rows, and for so many `families` of comparisons, this one and others.
+    """
+    logs = [
+        [[-math.log(s) for s in of.seconds] for of in pair]
+        for pair in zip(earlier, rows, strict=True)
+    ]
+    spread = common_spread([before for before, _ in logs])
+    chances = holm([chance(before, after, spread) for before, after in logs])
+    return tuple(
+        msgspec.structs.replace(
+            row, compared=single(row.gbps / before.gbps, p=min(1.0, families * p))
+        )
+        for row, before, p in zip(rows, earlier, chances, strict=True)
     )
 
 

@@ -11,12 +11,13 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from tccl_py.delivery.delivered import RingsFound, rings_found
-from tccl_py.errors import InputError
+from tccl_py.errors import InputError, MeasurementError
 from tccl_py.experiments.communication import Communication, communication_of, timed_calls
+from tccl_py.experiments.comparison import timed_rows
 from tccl_py.experiments.jobs import AGAIN, Arm, Launcher, Outcome
 from tccl_py.experiments.record import ArmResult, Verification, good_choices
 from tccl_py.experiments.rounds import Rounds, RunBudget, least_rounds, run_rounds
-from tccl_py.experiments.spec import Row, WrongValue, large_gbps, training_rows
+from tccl_py.experiments.spec import JobSpec, Row, WrongValue, large_gbps, training_rows
 from tccl_py.experiments.target import Target
 from tccl_py.files import picked
 from tccl_py.plan.chains import BY_VARIABLES, ChoiceName, as_good
@@ -82,6 +83,22 @@ def _compared(target: Target, budget: RunBudget) -> tuple[Arm, ...]:
     return tuple(arm for arm in target.arms if arm.name != "graph")
 
 
+def run_once(target: Target, launcher: Launcher, budget: RunBudget) -> ArmResult:
+    """Return the results of one job of the recommended choice, over no baseline.
+
+    Its rows are the collectives of `budget` over all ranks.
+    """
+    arm = target.arm(target.plan.recommended)
+    judge = Judge(target, launcher, budget, (arm,), arm.name, {}, time.monotonic())
+    rounds = Rounds(checked={}, jobs=(), failures={}, at_once=1, table={})
+    try:
+        (job,) = launcher.run([arm], JobSpec(checks=budget.checks, rows=budget.rows))
+    except MeasurementError as error:
+        return judge.result(arm, replace(rounds, failures={arm.name: str(error)}))
+    jobs, table = ((arm.name, job),), {arm.name: timed_rows(launcher, [job])}
+    return judge.result(arm, replace(rounds, checked=dict(jobs), jobs=jobs, table=table))
+
+
 class Judge(NamedTuple):
     """A comparison of a plan's arms, default NCCL first: its rows, and what their rounds say.
 
@@ -112,7 +129,7 @@ class Judge(NamedTuple):
 
     def verdict(self, rounds: Rounds) -> Verification:
         """Return the results of all arms, and the winner."""
-        target, results = self.target, [self._result(arm, rounds) for arm in self.arms]
+        target, results = self.target, [self.result(arm, rounds) for arm in self.arms]
         for at, result in enumerate(results):
             if at and not result.failure:
                 results[at] = replace(result, large=result.over(results[0]))
@@ -153,7 +170,7 @@ class Judge(NamedTuple):
         basis = DRY_RUN if self.launcher.backend == "host" else ""
         return communication_of(workload, self.calls, times, basis=basis)
 
-    def _result(self, arm: Arm, rounds: Rounds) -> ArmResult:
+    def result(self, arm: Arm, rounds: Rounds) -> ArmResult:
         """Return the rows, checked values and rings of an arm's jobs, or why one failed."""
         target, launcher, budget = self.target, self.launcher, self.budget
         result = ArmResult(
@@ -174,7 +191,7 @@ class Judge(NamedTuple):
             rows=tuple(rows.values()),
             transfers=transfers,
             checked=sum(rank.checked for rank in first.results),
-            wrong=(*first.wrong, *_wrong_training(rounds.of("default"), jobs)),
+            wrong=(*first.wrong, *_wrong_training(rounds.of("default") or jobs, jobs)),
             rings=rings_of_jobs(target, launcher, arm, [first, *jobs], checks=budget.checks),
         )
 

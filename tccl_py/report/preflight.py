@@ -24,16 +24,15 @@ PREFLIGHT: Columns = (
 
 def preflight_json(plan: Plan, preflight: Preflight) -> dict[str, Any]:
     """Return the JSON of `check --preflight --json`."""
-    jobs = preflight.collectives
     return {
         "ok": preflight.ok,
-        "values_right": not jobs.wrong,
+        "values_right": not (preflight.arm and preflight.arm.wrong),
         "findings": preflight.problems,
-        "collective": jobs.collective,
-        "collectives_checked": jobs.checked,
+        "collective": preflight.collective,
+        "collectives_checked": preflight.checked,
         "bandwidths": [
             {**picked(row, "bytes", "gbps", "expected_gbps"), "p": row.compared.p}
-            for row in jobs.rates
+            for row in preflight.rates
         ],
         **drift_json(plan, preflight.drift),
         "seconds": preflight.seconds,
@@ -42,15 +41,16 @@ def preflight_json(plan: Plan, preflight: Preflight) -> dict[str, Any]:
 
 def preflight_metrics(preflight: Preflight, plain: Mapping[str, str]) -> str:
     """Return the metrics that a preflight adds to those of a check, with a plan's labels."""
-    jobs = preflight.collectives
-    sizes = [({**plain, "bytes": str(row.bytes)}, row) for row in jobs.rates]
+    sizes = [({**plain, "bytes": str(row.bytes)}, row) for row in preflight.rates]
     rates = [(labels, row.gbps) for labels, row in sizes]
     was = [(labels, row.expected_gbps) for labels, row in sizes if row.expected_gbps]
     return "".join(
         (
             metric("preflight_ok", "Whether jobs may run (1) or not (0).", [(plain, preflight.ok)]),
             metric("findings", "Reasons to keep jobs off.", [(plain, len(preflight.problems))]),
-            metric("collectives_checked", "Results compared bit by bit.", [(plain, jobs.checked)]),
+            metric(
+                "collectives_checked", "Results compared bit by bit.", [(plain, preflight.checked)]
+            ),
             metric("collective_gbps", "Bus bandwidth of a collective, GB/s.", rates),
             metric("collective_expected_gbps", "Bus bandwidth when it was verified, GB/s.", was),
         )
