@@ -1,6 +1,7 @@
 """`tccl advise`: ten lines on a machine, by a model anywhere, in time."""
 
 import json
+from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
@@ -16,6 +17,8 @@ from tccl_py.sources.profiled import measured_machine
 from tests.nccl_cases import CASES
 from tests.planned import SEVERAL_GPUS
 from tests.test_reference_plans import PLANS
+
+REPORTS = Path(__file__).parent / "cases" / "reports"
 
 
 def tccl(*arguments):
@@ -46,10 +49,11 @@ def test_the_advice_on_a_machine_is_that_of_its_plan_in_at_most_ten_lines(name):
 
 
 def test_the_speed_that_links_are_assumed_to_have_is_named():
-    text = CASES.parent.parent / "examples" / "topo-m.txt"
-    assert "8 GT/s where none is known" in json.loads(tccl(text, "--json").stdout)["sure"]
-    reported = tccl(CASES / "topologies" / "h200x4-vm.xml", "--json")
-    assert "where none is known" not in json.loads(reported.stdout)["sure"]
+    unnamed = json.loads(tccl(REPORTS / "prose_before.txt", "--json").stdout)
+    assert "PCIe 3 assumed" in unnamed["machine"]
+    assert unnamed["bound_gbps"] is None
+    reported = json.loads(tccl(CASES / "topologies" / "h200x4-vm.xml", "--json").stdout)
+    assert "PCIe" not in reported["machine"]
 
 
 def test_a_topology_file_of_nccl_is_enough():

@@ -20,6 +20,7 @@ from tccl_py.cli.options import (
     MACHINE_HELP,
     arg,
     check_seed,
+    cpu_argument,
     flag,
     in_range,
     opt,
@@ -300,6 +301,7 @@ def advise(
     machine: str | None = arg("MACHINE", f"This host if not given. {MACHINE_HELP}", None),
     *,
     p2p: str | None = options.P2P,
+    cpu: str | None = options.CPU,
     workload: str | None = options.WORKLOAD,
     json: bool = options.JSON,
 ) -> None:
@@ -317,16 +319,19 @@ def advise(
     """
     from tccl_py.cli.plan import job_workload, plan_by_workload  # noqa: PLC0415 (slow)
     from tccl_py.cli.proving import proven_host  # noqa: PLC0415
-    from tccl_py.health.advice import advice_by, advice_request  # noqa: PLC0415
+    from tccl_py.health.advice import advice_by, advice_request, answers_by_cpu  # noqa: PLC0415
     from tccl_py.planning.opening import machine_subject  # noqa: PLC0415
 
     job = None if workload is None else job_workload(workload)
     predicted, line, diagnosis = None, "", None
     asked: tuple[AskedJob, ...] = ()
-    request = advice_request(machine, p2p=p2p_argument(p2p))
+    request = advice_request(machine, p2p=p2p_argument(p2p), cpu=cpu_argument(cpu))
     with interrupts_put_off():
         if machine is None:
-            refuse({"--p2p": p2p}, ("without MACHINE", "is about models", "name a MACHINE"))
+            refuse(
+                {"--p2p": p2p, "--cpu": cpu},
+                ("without MACHINE", "is about models", "name a MACHINE"),
+            )
             host, links, asked = proven_host(plans=True)
             diagnosis, request = examine(host), replace(request, links=links)
         try:
@@ -340,6 +345,8 @@ def advise(
         if job is not None:
             made, predicted, line = plan_by_workload(made, job, subject.model)
         advice = advice_by(made, subject, diagnosis)
+        if subject.model is not None:
+            advice = replace(advice, by_cpu=answers_by_cpu(request, subject.model, notice))
     if json:
         print_json(advice if predicted is None else {**asdict(advice), "workload": predicted})
         return

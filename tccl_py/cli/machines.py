@@ -12,8 +12,9 @@ from tccl_py.cli.output import BAD, GOOD, grid, print_table, results
 from tccl_py.cli.process import ANSWER_IS_NO, notice, notice_each, print_json, write_result
 from tccl_py.errors import InputError, counted
 from tccl_py.files import picked, read_bytes, read_text
+from tccl_py.model.cards import assume_p2p
 from tccl_py.model.cluster import parse_gpus
-from tccl_py.model.machine import Knowledge, Machine, description_to_json
+from tccl_py.model.machine import Machine, description_to_json
 from tccl_py.nccl import validator
 from tccl_py.nccl.variables import given_variables, notices, unfollowed
 from tccl_py.nccl.versions import ASSUMED, asked_version, known_versions, unchecked
@@ -67,7 +68,8 @@ def discover(
         raise InputError("discover", fault, "give one file to read")
     fingerprint = None
     if nccl_topology is not None:
-        machine, knowledge = read_nccl_topology(nccl_topology), Knowledge()
+        machine = read_nccl_topology(nccl_topology)
+        knowledge = assume_p2p(machine)
     elif nvidia_smi is not None:
         machine, knowledge = read_nvidia_smi(nvidia_smi)
     else:

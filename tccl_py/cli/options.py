@@ -87,8 +87,9 @@ GPUS = opt("LIST", "GPUs, as 0,2,5 or 0-3; by default all visible.")
 P2P = advanced(
     "yes|no", "Whether GPUs without NVLink have P2P, if MACHINE does not say (`tccl discover`)."
 )
+CPU = advanced("amd|intel", "The CPU's vendor, if MACHINE does not say: NCCL's P2P depends on it.")
 
-_OF_MODEL = ("noise", "seed", "p2p")
+_OF_MODEL = ("noise", "seed", "p2p", "cpu")
 _OF_HARDWARE = ("backend", "devices", "target", "meeting", "check")
 _OF_JOB = ("interfaces",)
 _WITH_MODEL = ("beside --simulate", "is about hardware", "leave one of the two out")
@@ -155,6 +156,11 @@ def p2p_argument(text: str | None) -> bool | None:
     if text is not None:
         one_of("--p2p", text, ("yes", "no"))
     return None if text is None else text == "yes"
+
+
+def cpu_argument(text: str | None) -> str | None:
+    """Return what --cpu says; None stays None."""
+    return None if text is None else one_of("--cpu", text.lower(), ("amd", "intel"))
 
 
 def check_quoted(sets: Iterable[str], example: str) -> None:

@@ -15,6 +15,7 @@ from tccl_py.cli.options import (
     advanced,
     advanced_flag,
     arg,
+    cpu_argument,
     flag,
     in_range,
     opt,
@@ -102,6 +103,7 @@ def plan(
     ),
     max_seconds: float | None = advanced("S", "Seconds to measure at most."),
     p2p: str | None = options.P2P,
+    cpu: str | None = options.CPU,
     noise: float | None = options.NOISE,
     seed: int | None = options.SEED,
     switches: Path | None = advanced("FILE", "Switches (topology.conf, or YAML) or cables."),
@@ -139,6 +141,7 @@ def plan(
     request = PlanRequest(
         simulate=simulate,
         p2p=p2p_argument(p2p),
+        cpu=cpu_argument(cpu),
         noise=noise,
         seed=seed,
         backend=backend,

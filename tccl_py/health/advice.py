@@ -11,9 +11,11 @@ import msgspec
 
 from tccl_py.errors import counted
 from tccl_py.health.doctor import Diagnosis
+from tccl_py.model.cards import GTS
 from tccl_py.model.links import Proof
+from tccl_py.model.machine import CPU_VENDORS, Knowledge, Machine, PciLink
 from tccl_py.model.rings import neighbours
-from tccl_py.nccl.settings import environment
+from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.transport import TRANSPORTS, pair_mechanism
 from tccl_py.nccl.versions import unchecked
 from tccl_py.nccl.view import view
@@ -21,16 +23,26 @@ from tccl_py.plan.plan import Plan
 from tccl_py.plan.size_choices import size_json, size_notes
 from tccl_py.plan.text import assumptions, doctor_first, p2p_note, unrated_text
 from tccl_py.planning.hardware import limit_sentences
+from tccl_py.planning.opening import machine_subject
 from tccl_py.planning.request import DEFAULT_BUDGET, PlanRequest
-from tccl_py.planning.subject import Subject
+from tccl_py.planning.subject import Say, Subject
 from tccl_py.simulator.descriptions import usual_gts
-from tccl_py.simulator.model import gpu_names, provenances_text
+from tccl_py.simulator.model import MachineModel, gpu_names, provenances_text
 
 SECONDS = 40.0
 """Seconds after which a search gives its best: an answer within a minute."""
 _PROBLEMS = 2
 _MECHANISMS = {"NET": "over the network", "SHM": "through host memory"}
 _PLAN_FIRST = "tccl plan my-plan && tccl verify my-plan"
+
+
+class CpuAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """What NCCL does and what to try on CPUs of one vendor; rates are GB/s."""
+
+    default: str
+    default_gbps: float | None
+    recommended: str
+    advice: str
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +70,8 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     following: str
     links: Proof | msgspec.UnsetType = msgspec.UNSET
     """The proof of this machine's links, if one was made."""
+    by_cpu: dict[str, CpuAnswer] | msgspec.UnsetType = msgspec.UNSET
+    """The answers by vendor of the CPU, where it is not known and decides what NCCL does."""
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yield a name and a text for each line."""
@@ -68,11 +82,18 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
         for text in self.limits:
             yield "Hardware", text
         yield "Machine", self.machine
-        yield "NCCL now", self.default
+        if not self.by_cpu:
+            yield "NCCL now", self.default
+        for vendor, answer in (self.by_cpu or {}).items():
+            yield f"On {vendor}", f"{answer.default}. {answer.advice}"
         for text in self.poor:
             yield "Note", text
-        yield "Then try" if hangs else "Try first", self.advice
-        if self.gain is not None and self.rate_gbps is not None and self.gain != 1:
+        if not self.by_cpu:
+            yield "Then try" if hangs or self.limits else "Try first", self.advice
+        else:
+            yield "Try first", "say which CPU it has: --cpu amd or --cpu intel (`lscpu` tells)"
+        known = not self.by_cpu
+        if known and self.gain is not None and self.rate_gbps is not None and self.gain != 1:
             rates = f"{self.rate_gbps:.1f} in place of {self.default_gbps or 0:.1f} GB/s"
             yield "Gain", f"{self.gain:.2f}x: {rates}"
         if self.bound_gbps is not None:
@@ -85,10 +106,42 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
         yield "Next", self.following
 
 
-def advice_request(machine: str | None, *, p2p: bool | None = None) -> PlanRequest:
+def advice_request(
+    machine: str | None, *, p2p: bool | None = None, cpu: str | None = None
+) -> PlanRequest:
     """Return what is planned for advice: a model or this machine, in time, all GPUs only."""
     budget = msgspec.structs.replace(DEFAULT_BUDGET, seconds=SECONDS)
-    return PlanRequest(simulate=machine, p2p=p2p, budget=budget, subsets=False)
+    return PlanRequest(simulate=machine, p2p=p2p, cpu=cpu, budget=budget, subsets=False)
+
+
+def answers_by_cpu(
+    request: PlanRequest, model: MachineModel, say: Say
+) -> dict[str, CpuAnswer] | msgspec.UnsetType:
+    """Return the answers for both vendors of CPUs; unset where it is known, or is of no effect."""
+    if request.cpu is not None or not model.machine.cpu_unknown:
+        return msgspec.UNSET
+    kinds = [
+        default_mechanisms(model.machine.with_cpu(name), model.knowledge, version=request.version)
+        for name in CPU_VENDORS
+    ]
+    if kinds[0] == kinds[1]:
+        return msgspec.UNSET
+    answers = {}
+    for name, words in (("amd", "AMD"), ("intel", "others")):
+        asked = msgspec.structs.replace(request, cpu=name)
+        subject = machine_subject(asked, say, model=model)
+        advice = advice_by(subject.search(None), subject)
+        fields = {field: getattr(advice, field) for field in CpuAnswer.__struct_fields__}
+        answers[words] = CpuAnswer(**fields)
+    return answers
+
+
+def default_mechanisms(
+    machine: Machine, knowledge: Knowledge, *, version: str | None = None
+) -> dict[tuple[int, int], str]:
+    """Return how default NCCL moves bytes between each pair of a machine's GPUs."""
+    topo = view(machine, knowledge, Settings(version=version) if version else None)
+    return {pair: pair_mechanism(topo, *pair) for pair in permutations(machine.gpu_indices, 2)}
 
 
 def advice_by(plan: Plan, subject: Subject, diagnosis: Diagnosis | None = None) -> Advice:
@@ -108,7 +161,8 @@ def advice_by(plan: Plan, subject: Subject, diagnosis: Diagnosis | None = None) 
         environment=environment(chosen.settings),
         rate_gbps=chosen.rate_gbps,
         gain=plan.gain(plan.recommended),
-        bound_gbps=plan.bound_gbps,
+        # A bound on links that nobody told would not be one.
+        bound_gbps=None if assumed_links(plan) else plan.bound_gbps,
         simulated=plan.simulated,
         sure=_sure(plan, subject),
         by_size=tuple(size_json(plan)),
@@ -129,10 +183,46 @@ def _machine_words(plan: Plan) -> str:
     nodes = counted(len(machine.numa_nodes), "NUMA node")
     gpus = counted(len(machine.gpus), "GPU")
     linked = "NVLink" if machine.nvlinks else "no NVLink"
+    linked = ", ".join([linked, *assumed_links(plan)])
     return (
         f"{machine.name}: {gpus} ({gpu_names(machine)}), {nodes}, "
         f"{linked}; P2P between {direct} of {len(pairs)} ordered pairs"
     )
+
+
+def assumed_links(plan: Plan) -> list[str]:
+    """Return clauses on the PCIe links that a plan assumes; none where NVLinks join all GPUs."""
+    machine, known = plan.machine, plan.knowledge.assumed_links or ()
+    if all(machine.nvlinked(*pair) for pair in permutations(machine.gpu_indices, 2)):
+        return []
+    links = dict.fromkeys(link_words(gpu.link) for gpu in machine.gpus if gpu.id in known)
+    texts = [f"{' and '.join(links)} assumed by the cards' names"] * bool(links)
+    if any(gpu.link.speed_gts is None for gpu in machine.gpus):
+        texts.append(f"{link_words(PciLink(speed_gts=usual_gts(machine)))} assumed, links not told")
+    return texts
+
+
+def link_words(link: PciLink) -> str:
+    """Return a link in words.
+
+    >>> link_words(PciLink(speed_gts=16.0, width=8))
+    'PCIe 4 x8'
+    """
+    speeds = {gts: f"PCIe {number}" for number, gts in GTS.items()}
+    return speeds.get(link.speed_gts or 0.0, "PCIe") + (f" x{link.lanes}" if link.lanes else "")
+
+
+def _assumed_words(plan: Plan) -> str:
+    """Return what the rate of default NCCL rests on and nobody told; "" for nothing."""
+    known, machine = plan.knowledge, plan.machine
+    texts = assumed_links(plan)
+    if known.assumed_p2p(machine):
+        pairs = permutations(machine.gpu_indices, 2)
+        have = {known.can_access(machine, *p) for p in pairs if not machine.nvlinked(*p)}
+        why = f" ({known.no_p2p_since})" if known.no_p2p_since else ""
+        words = {True: "P2P assumed", False: f"no P2P assumed{why}"}
+        texts.append(" and ".join(words[yes] for yes in sorted(have)))
+    return "".join(f"; {text}" for text in texts)
 
 
 def _default_words(plan: Plan) -> str:
@@ -149,7 +239,7 @@ def _default_words(plan: Plan) -> str:
     rate = unrated_text(default) if gbps is None else f"{gbps:.1f} GB/s"
     order = " ".join(map(str, rings[0]))
     more = f" and {len(rings) - 1} more" if len(rings) > 1 else ""
-    return f"{rate} ({default.provenance}): ring {order}{more}, hops {ways}"
+    return f"{rate} ({default.provenance}{_assumed_words(plan)}): ring {order}{more}, hops {ways}"
 
 
 def _sure(plan: Plan, subject: Subject) -> str:
@@ -158,8 +248,6 @@ def _sure(plan: Plan, subject: Subject) -> str:
     if subject.model is not None:
         level = "low" if plan.any_assumed else "medium"
         basis = "" if subject.model.source else f", {subject.model.note}"
-        if basis and any(gpu.link.speed_gts is None for gpu in plan.machine.gpus):
-            basis += f", {usual_gts(plan.machine):g} GT/s where none is known"
         return f"{level}: by a model with {provenances_text(subject.model)} parameters{basis}{cut}"
     error = f", 95 % interval ±{plan.error:.1%}" if plan.error else ""
     sets = counted(plan.sets_measured, "set")

@@ -27,6 +27,8 @@ FORMAT_VERSION = 1
 MAX_GPUS = 64  # NCCL's own limit a node; more is a malformed file
 _MOST_LANES = 32
 _NIC_LABEL = re.compile("NIC[0-9]+", re.ASCII)
+CPU_VENDORS = {"amd": "AuthenticAMD", "intel": "GenuineIntel"}
+"""Vendors of x86 CPUs by the names of users."""
 
 
 class PciLink(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -217,6 +219,20 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         bare = (g.sm is None and not g.name and not g.bus_id.startswith("ffff:") for g in self.gpus)
         return not self.nvlinks and all(bare)
 
+    @property
+    def cpu_unknown(self) -> bool:
+        """Whether the CPUs are of x86 and of a vendor that nobody told; NCCL's rules ask for it."""
+        return not any(n.vendor for n in self.numa_nodes) and self.numa_nodes[0].arch == "x86_64"
+
+    def with_cpu(self, name: str | None) -> Machine:
+        """Return the machine with CPUs of a vendor by the user's name (InputError if known)."""
+        if name is None:
+            return self
+        fault = f"is for machines whose CPU is not known; that of {self.name} is"
+        require(self.cpu_unknown, "`cpu`", fault, "leave it out")
+        nodes = (msgspec.structs.replace(n, vendor=CPU_VENDORS[name]) for n in self.numa_nodes)
+        return msgspec.structs.replace(self, numa_nodes=tuple(nodes))
+
     def numa_of(self, device: str) -> int:
         """Return the index of a device's NUMA node."""
         root = (device, *self.ancestors(device))[-1]
@@ -335,6 +351,12 @@ class Knowledge(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     hidden_links: tuple[HiddenLink, ...] = ()
     links: tuple[LinkFact, ...] | msgspec.UnsetType = msgspec.UNSET
     """Pairs with P2P that no plan may use; unset where every link is taken for sound."""
+    assumed_links: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
+    """GPUs by id whose link to the slot is that of their cards, by name."""
+    no_p2p_since: str | msgspec.UnsetType = msgspec.UNSET
+    """Clauses on why P2P is assumed to lack where it is."""
+    notes: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
+    """Sentences on what the machine's description contradicts or leaves open."""
 
     def can_access(self, machine: Machine, source: int, target: int) -> bool:
         """Return whether a GPU can use another's memory directly; NVLinked ones always can."""
@@ -355,18 +377,23 @@ class Knowledge(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             "no NVLinks: the file tells nothing of its GPUs but their places, and NCCL asks the "
             "driver for their NVLinks (so does `tccl discover` on the machine)"
         )
-        return (*[nvlinks] * machine.nvlinks_unknown, *self.assumed_p2p(machine))
+        notes = self.notes or ()
+        return (*[nvlinks] * machine.nvlinks_unknown, *self.assumed_p2p(machine), *notes)
 
     def assumed_p2p(self, machine: Machine) -> tuple[str, ...]:
-        """Return a sentence on pairs of GPUs of which nobody said whether they have P2P, or ()."""
+        """Return sentences on pairs of GPUs of which nobody said whether they have P2P, or ()."""
         reported = {(f.source, f.target) for f in self.peer_access if f.provenance != "assumed"}
         pairs = [pair for pair in permutations(machine.gpu_indices, 2) if pair not in reported]
-        count = sum(not machine.nvlinked(*pair) for pair in pairs)
-        if self.peer_access_provenance != "assumed" or not count:
+        access = Counter(self.can_access(machine, *p) for p in pairs if not machine.nvlinked(*p))
+        if self.peer_access_provenance != "assumed":
             return ()
-        prefix = "" if self.peer_access_default else "no "
         how = "`nvidia-smi topo -p2p r` shows it, `tccl plan --p2p yes|no` sets it"
-        return (f"{prefix}P2P between {count} ordered pairs of GPUs without NVLink ({how})",)
+        whys = {False: f"; {self.no_p2p_since}" if self.no_p2p_since else "", True: ""}
+        return tuple(
+            f"{'' if yes else 'no '}P2P between {count} ordered pairs of GPUs without NVLink "
+            f"({how}){whys[yes]}"
+            for yes, count in sorted(access.items())
+        )
 
     def with_p2p(self, machine: Machine, p2p: bool | None) -> Knowledge:
         """Return the knowledge with what the user says of P2P, None is nothing (InputError)."""
@@ -374,8 +401,13 @@ class Knowledge(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             return self
         fault = f"is for machines whose P2P is not known; that of {machine.name} is"
         require(self.assumed_p2p(machine), "`p2p`", fault, "leave it out")
-        changes = {"peer_access_default": p2p, "peer_access_provenance": "reported"}
-        return msgspec.structs.replace(self, **changes)
+        return msgspec.structs.replace(
+            self,
+            peer_access_default=p2p,
+            peer_access_provenance="reported",
+            peer_access=tuple(f for f in self.peer_access if f.provenance != "assumed"),
+            no_p2p_since=msgspec.UNSET,
+        )
 
 
 def check_knowledge(knowledge: Knowledge, machine: Machine, *, where: str) -> Knowledge:

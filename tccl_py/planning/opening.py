@@ -24,6 +24,7 @@ from tccl_py.planning.planner import plan_hosts
 from tccl_py.planning.request import PlanRequest, chosen_gpus, not_pinned, of_transports
 from tccl_py.planning.subject import Say, Subject, simulated, with_proof
 from tccl_py.search.problem import Reporter
+from tccl_py.simulator.model import MachineModel
 from tccl_py.sources.journal import read_journal
 
 if TYPE_CHECKING:
@@ -60,14 +61,20 @@ def subject_of(
     return cluster_subject(request, job, stack, say, directory)
 
 
-def machine_subject(request: PlanRequest, say: Say, asked: Sequence[AskedJob] = ()) -> Subject:
-    """Open one machine: a model, or this one.
+def machine_subject(
+    request: PlanRequest,
+    say: Say,
+    asked: Sequence[AskedJob] = (),
+    *,
+    model: MachineModel | None = None,
+) -> Subject:
+    """Open one machine: a model, `model` itself if it is given, or this one.
 
     Raises InputError: an unknown machine, or no GPU here.
     """
-    if request.simulate is None:
+    if request.simulate is None and model is None:
         return _here(request, say, asked)
-    model, source = simulated(request, request.simulate)
+    model, source = simulated(request, model or request.simulate or "")
     gpus = chosen_gpus(model.machine, request.gpus)
     cluster = single_host(model.machine, model.knowledge, gpus)
 

@@ -60,6 +60,7 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     simulate: str | None = None
     p2p: bool | None = None
+    cpu: str | None = None
     noise: float | None = None
     seed: int | None = None
     backend: str | None = None

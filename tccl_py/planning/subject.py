@@ -12,7 +12,7 @@ from tccl_py.model.machine import Fingerprint, Knowledge
 from tccl_py.plan.plan import Plan
 from tccl_py.planning.request import PlanRequest
 from tccl_py.search.problem import Reporter
-from tccl_py.simulator.descriptions import load_machine
+from tccl_py.simulator.descriptions import load_machine, settle_model
 from tccl_py.simulator.model import MachineModel
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.bench import Bench
@@ -54,9 +54,10 @@ class Subject(msgspec.Struct, kw_only=True):
         return self.source.keep_in(journal, replace=replace)
 
 
-def simulated(request: PlanRequest, name: str) -> tuple[MachineModel, Bench]:
-    """Open the model that a request names."""
-    model = load_machine(name, p2p=request.p2p)
+def simulated(request: PlanRequest, name: str | MachineModel) -> tuple[MachineModel, Bench]:
+    """Open the model that a request names, or a model as the request has it."""
+    loaded = name if isinstance(name, MachineModel) else load_machine(name)
+    model = settle_model(loaded, p2p=request.p2p, cpu=request.cpu)
     return model, Bench(Simulator(model, noise=request.noise or 0.0, seed=request.seed or 0))
 
 

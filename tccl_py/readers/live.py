@@ -20,6 +20,7 @@ import msgspec
 
 from tccl_py.errors import InputError, require
 from tccl_py.files import picked
+from tccl_py.model.cards import assume_p2p, has_gpu_direct
 from tccl_py.model.machine import (
     Fingerprint,
     Gpu,
@@ -36,8 +37,6 @@ from tccl_py.model.machine import (
 )
 from tccl_py.readers.sysfs import HostFiles, PciTree, network_ports, normal_bus_id, numa_nodes
 
-WITHOUT_P2P = ("GeForce", "TITAN")
-"""Product lines without GPU-direct RDMA (docs.nvidia.com/cuda/gpudirect-rdma) and P2P over PCIe."""
 _HERE = "this machine"
 HOST = HostFiles()
 VARIABLE = "CUDA_VISIBLE_DEVICES"
@@ -69,7 +68,7 @@ def discover_machine(
     facts = driver_facts(nvml)
     machine = check(machine_of(facts, files), where=_HERE)
     links = tuple(_virtual_switch_links(machine.bridges, files))
-    knowledge = Knowledge(peer_access=facts.peer_access, hidden_links=links)
+    knowledge = msgspec.structs.replace(assume_p2p(machine, facts.peer_access), hidden_links=links)
     check_knowledge(knowledge, machine, where=_HERE)
     return machine, knowledge, fingerprint_of(facts, files)
 
@@ -98,7 +97,7 @@ def machine_of(facts: DriverFacts, files: HostFiles) -> Machine:
                 **picked(gpu, "index", "bus_id", "sm", "name"),
                 parent=place.bridge or names[place.numa_id],
                 link=place.link,
-                gdr=not any(line in gpu.name for line in WITHOUT_P2P),
+                gdr=has_gpu_direct(gpu.name),
             )
             for gpu, place in zip(facts.gpus, gpu_places, strict=True)
         ),

@@ -39,6 +39,7 @@ _CPU_MASK = re.compile(r"[0-9a-fA-Fx,]{1,4096}", re.ASCII)
 _SPEED = re.compile(r"([0-9]{1,3}(?:\.[0-9]{1,3})?) GT/s(?: PCIe)?", re.ASCII)
 _UNKNOWN_SPEEDS = ("", "Unknown", "Unknown speed")
 _GPU_VENDORS = ("", "0x10de", "0x1002")
+_GPU_CLASSES = ("0x03", "0x1200")  # Displays, and processing accelerators
 _ZEN = (0x8F, 0x9F, 0xAF, 0xBF)  # 8 + 15 is 23 for the kernel, and for NCCL from 2.31 on
 _VERSIONS = ("1", "2")  # NCCL writes 1, RCCL 2
 
@@ -120,7 +121,10 @@ def _numbered(devices: Sequence[_Device], right: str, most: int = 2**31 - 1) -> 
             others_left.append(device)
             continue
         number = device.element.integer("dev", most=most)
-        if numbered.setdefault(number, device) is not device:
+        first = numbered.setdefault(number, device)
+        # NCCL's dump has an interface that is on no PCI bus below each CPU.
+        again = not device.bus_id and first.element.attributes == device.element.attributes
+        if first is not device and not again:
             raise device.element.refused(f"repeats dev {number}", right)
     others_left.sort(key=lambda device: bus_order(device.bus_id) if device.bus_id else ())
     free = [index for index in range(len(devices)) if index not in numbered]
@@ -184,13 +188,13 @@ def _kind(pci: _Element) -> Literal["bridge", "gpu", "nic", "nothing"]:
     """Return a `<pci>`'s kind: by its children, else by class, as ncclTopoAddPci decides."""
     tags = {child.tag for child in pci.children}
     code = pci.matching("class", _CLASS, "a PCI class such as 0x060400").lower()
-    if "gpu" in tags or ("nic" not in tags and code.startswith("0x03")):
+    if "gpu" in tags or ("nic" not in tags and code.startswith(_GPU_CLASSES)):
         return "gpu"
     if "nic" in tags or code.startswith("0x02"):
         return "nic"
     if not code and not tags:
-        right = "a partial file: dump the whole one by a job with NCCL_TOPO_DUMP_FILE=box.xml"
-        raise pci.refused("has neither class nor content", right)
+        right = "dump the full one by a job with NCCL_TOPO_DUMP_FILE=box.xml"
+        raise pci.refused("has no class: a partial file, which NCCL itself fills in", right)
     if code.startswith("0x0680") or (not tags and not code.startswith("0x0604")):
         # NVLink switches and strangers: NCCL makes no device of the one and trims the other.
         pci.only_none()
@@ -285,7 +289,7 @@ def _target(link: _Element, numa: str, by_bus_id: dict[str, str]) -> str | None:
     if not code:
         # NCCL takes an unknown target for a switch, as virtual machines hide theirs.
         return device or "S0"
-    if code.startswith("0x03"):
+    if code.startswith(_GPU_CLASSES):
         if normal_bus_id(text) is None:
             raise link.refused(f'has target="{text[:40]}"', "a bus id such as 0000:1a:00.0")
         return device

@@ -1,19 +1,22 @@
-"""The text of `nvidia-smi topo -m` -> Machine and Knowledge.
+"""What nvidia-smi and its like print -> Machine and Knowledge: `topo -m`, and texts around it.
 
 The matrix has relations, not bridges, so the result is the smallest regular PCI tree with these
-relations, and with invented bus ids (domains ffff and fffe). Values missing in the
-text stay unknown: link speeds, compute capability, NIC speeds, sockets, CPUs of NUMA nodes.
+relations, and with invented bus ids (domains ffff and fffe) where the text has none. What the text
+does not tell stays unknown (NIC speeds, sockets), but a GPU with a card's name has the card's
+compute capability and, as an assumption, its link.
 
-Further outputs may stand in the same text, in any order: the matrices of `nvidia-smi topo -p2p r`
-and `w` say which GPUs have P2P, `nvidia-smi -L` or a query of `name` names the GPUs. Where no
-matrix tells, GPUs without NVLink are assumed to have no P2P, unless all have names of product lines
-with P2P.
+Further outputs may stand in the same text, in any order: the matrices of `nvidia-smi topo -p2p`, of
+which r, w and p say which GPUs have P2P; names and bus ids of GPUs by `nvidia-smi -L`, its table,
+a query as CSV, collect_env, nccl-tests, p2pBandwidthLatencyTest or lspci; the CPU by lscpu.
+Where no matrix tells, P2P follows `tccl_py.model.cards`.
 
-Three ambiguities of the text are settled so:
+Ambiguities of the text are settled so:
 
 - NODE and PHB are the same, as in NCCL: the devices hang from the same NUMA node.
 - `NV#` hides the PCI relation of a pair. More rows of the matrix may decide (a NIC beside each
-  GPU); else two GPUs share a NUMA node unless the NUMA affinities differ.
+  GPU); else two GPUs share a NUMA node unless the affinities differ.
+- SYS between devices of one NUMA affinity: the affinity wins, as NCCL reads the same file of sysfs.
+- A NIC that is SYS to all makes no NUMA node: it hangs from the first.
 - `NV#` does not tell a direct link from a switch. No GPU has more than 18 NVLinks, so GPUs have an
   NVLink switch if direct links to all would be more than 18 each, and direct links otherwise. (A
   switch between two GPUs is not seen; NCCL calls both NVL.)
@@ -21,16 +24,22 @@ Three ambiguities of the text are settled so:
 
 from __future__ import annotations
 
+import csv
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import combinations, permutations, product
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from tccl_py.errors import InputError, counted, require
 from tccl_py.files import read_text
+from tccl_py.model.cards import GTS, assume_p2p, card_of
 from tccl_py.model.cluster import shown
 from tccl_py.model.machine import (
+    CPU_VENDORS,
     MAX_GPUS,
     Gpu,
     Knowledge,
@@ -40,35 +49,82 @@ from tccl_py.model.machine import (
     NvLink,
     NvSwitch,
     PciBridge,
+    PciLink,
     PeerAccess,
     check,
 )
 from tccl_py.model.symmetry import joined_groups
-from tccl_py.readers.live import WITHOUT_P2P
+from tccl_py.readers.pasted import plain
+from tccl_py.readers.sysfs import bus_order, normal_bus_id
 
 MAX_DEVICES = 256
 MAX_NVLINKS = 18  # NVML_NVLINK_MAX_LINKS: no GPU has more
 LEVELS = ("PIX", "PXB", "PHB", "NODE", "SYS")  # Relations on PCI, from near to far
+_SELF = "X"
+_SUPPORTED = "OK"
+_STATUSES = (_SUPPORTED, "CNS", "GNS", "TNS", "NS", "DR", "U")  # Chipset, GPU, topology, regkey
+_OLD_NAMES = {"SOC": "SYS"}  # Names by drivers before 2017
 _GPU_LABEL = re.compile(r"GPU([0-9]{1,3})", re.ASCII)
-_GPU_NAME = re.compile(
-    r"GPU ([0-9]{1,3}): (?P<listed>[\w ./+-]{1,80}) \(UUID: .*"
-    r"|(?:([0-9]{1,3}), )?(?P<queried>(?:NVIDIA|GeForce|Quadro|Tesla|TITAN) [\w ./+-]{1,80})"
-    r"(?:,.*)?",
-    re.ASCII,
+_NVLINKED = re.compile(r"NV([1-9][0-9]{0,2})", re.ASCII)
+_CELL = rf"(?:{'|'.join((_SELF, *LEVELS, *_OLD_NAMES, *_STATUSES))}|NV[1-9][0-9]{{0,2}})(?!\S)"
+_HEADER = re.compile(rf"(?<!\S)GPU[0-9]{{1,3}}(?!\S)(?!\s+{_CELL})", re.ASCII)
+_ROW = re.compile(
+    rf"(?<!\S)(?!{_CELL})(?=[A-Za-z][^\s\d]{{0,40}}\d)\S{{1,64}}(?=\s+{_CELL})", re.ASCII
 )
-_COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+"""A device's label before its first cell: what stands before it is a prompt or a log's prefix."""
+_RULE = re.compile(r"[-:=+| \t]*[-=|][-:=+| \t]*")
+_WAY = re.compile(r"topo\s+(?:-p2p|--p2p_query|--p2p)[ =]?([rwnap])\b")
+_DECIDES = "rwp"  # n is of NVLinks, a of atomic operations
 _NIC_NAME = re.compile(r"(NIC[0-9]{1,3}): *(\S{1,64})", re.ASCII)
 _TITLES = re.compile(r"(CPU Affinity|NUMA Affinity|GPU NUMA ID)")
-_NVLINKED = re.compile(r"NV([1-9][0-9]{0,2})", re.ASCII)
-_OLD_NAMES = {"SOC": "SYS"}  # Names by drivers before 2017
-_SELF = "X"
 _MATRIX = "`nvidia-smi topo -m`"
 _WHOLE = "give the whole output of `nvidia-smi topo`"
 _SAME = "paste outputs of one machine"
-_SUPPORTED = "OK"
-_STATUSES = (_SUPPORTED, "CNS", "GNS", "TNS", "NS", "DR", "U")  # Chipset, GPU, topology, regkey
+
+_NAME = r"(?P<name>[A-Za-z][\w ./+()-]{1,80}?)"
+_MAKER = r"(?:NVIDIA|GeForce|Quadro|Tesla|TITAN) [\w ./+()-]{1,80}?"
+_BUS = r"(?P<bus>(?:[0-9A-Fa-f]{4,8}:)?[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-7])"
+_LISTED = [
+    re.compile(pattern, re.ASCII)
+    for pattern in (
+        rf"GPU (?P<index>\d{{1,3}}): {_NAME}(?: \(UUID: .*)?",  # nvidia-smi -L, collect_env
+        rf"\s*(?P<index>\d{{1,3}})\s+(?P<name>{_MAKER})\.*\s+(?:On|Off|N/A)\s+{_BUS} .*",  # table
+        rf"(?P<index>\d{{1,3}}), (?P<name>{_MAKER})(?:,(?:.*?[ ,]{_BUS})?.*)?",  # a query
+        rf"Device: (?P<index>\d{{1,3}}), {_NAME}, pciBusID: (?P<hex>[0-9a-f]{{1,2}}), "
+        r"pciDeviceID: (?P<device>[0-9a-f]{1,2}), pciDomainID: ?(?P<domain>[0-9a-f]{1,8})",
+        rf"#\s+Rank .* device\s+(?P<index>\d{{1,3}}) \[[\w:.]{{1,16}}\] {_NAME}",  # nccl-tests
+    )
+]
+_UNNUMBERED = [
+    re.compile(rf"(?P<name>{_MAKER})(?:,.*)?", re.ASCII),
+    re.compile(
+        rf"{_BUS} (?:VGA|3D|Display) .*NVIDIA Corporation .*\[(?P<name>[^\]]{{2,80}})\].*",
+        re.ASCII,
+    ),
+]
+_ACCESS = re.compile(r"Device=(\d{1,3}) (CAN|CANNOT) Access Peer Device=(\d{1,3})", re.ASCII)
+_CPU_LINE = re.compile(
+    r"[ \t]*(?P<key>Architecture|Vendor ID|vendor_id|CPU family|cpu family|Model|model|Hypervisor "
+    r"vendor|Virtualization type)[ \t]*:[ \t]*(?P<value>\S{1,40})",
+)
+_CPU_NAMES = {
+    "AuthenticAMD": re.compile(r"\bAMD (?:EPYC|Ryzen|Threadripper)"),
+    "GenuineIntel": re.compile(r"\bIntel(?:\(R\))? ?(?:Xeon|Core)"),
+}
+_UNIT = re.compile(r" *\[.*?\]| *%")
 
 _Groups = list[list[int]]  # Row numbers of devices that belong together, in order
+_Line = tuple[int, str]
+"""The number of a line in the text, and a part of it that is a line of its own."""
+
+
+@dataclass(kw_only=True)
+class _Seen:
+    """What a text says of a GPU."""
+
+    name: str = ""
+    bus_id: str = ""
+    link: PciLink = field(default_factory=PciLink)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,28 +168,34 @@ def read_nvidia_smi(path: Path) -> tuple[Machine, Knowledge]:
 
 
 def parse_nvidia_smi(text: str, *, where: str) -> tuple[Machine, Knowledge]:
-    """Turn the text of `nvidia-smi topo -m`, with or without prompts or colours, into a machine.
+    """Turn a text with the matrix of `nvidia-smi topo -m`, as people paste it, into a machine.
 
-    InputError: no matrix, one cut off or not symmetric, relations of no PCI tree (names the two
-    devices), or P2P or names of other GPUs. The stem of `where` is the machine's name.
+    InputError: no matrix, those of several machines, one cut off or not symmetric, relations of no
+    PCI tree (names the two devices), or P2P or names of other GPUs. The stem of `where` is the
+    machine's name.
     """
-    text = _COLOUR.sub("", text)
-    lines = text.splitlines()
+    text = plain(text)
+    lines = list(_split(text))
     matrix, supported = _parse_matrices(lines, where)
     _check_symmetry(matrix)
-    names = _gpu_names(lines, sorted(matrix.gpus.values()), where)
+    seen = _gpus_seen(text.splitlines(), sorted(matrix.gpus.values()), where)
+    for match in _ACCESS.finditer(text):
+        supported.setdefault((int(match[1]), int(match[3])), match[2] == "CAN")
+    for index in {index for pair in supported for index in pair} - {*matrix.gpus.values()}:
+        raise InputError(where, f"tells P2P of GPU{index}, which {_MATRIX} lacks", _SAME)
     nic_names = {match[1]: match[2] for match in _NIC_NAME.finditer(text)}
-    nodes, bridges, parents = _tree(matrix, {level: matrix.joined(level) for level in LEVELS[:-1]})
+    notes: list[str] = []
+    nodes, bridges, parents = _tree(
+        matrix, {level: matrix.joined(level) for level in LEVELS[:-1]}, notes
+    )
+    cpu, virtual = _cpu(text)
     nics = [row for row in range(len(matrix.labels)) if row not in matrix.gpus]
     links, switches = _nvlinks(matrix)
-    gpus = [
-        Gpu(index=i, bus_id=f"ffff:{i:02x}:00.0", parent=parents[row], name=names.get(i, ""))
-        for row, i in matrix.gpus.items()
-    ]
+    gpus = [_gpu(i, parents[row], seen.get(i, _Seen())) for row, i in matrix.gpus.items()]
     labels = [(matrix.labels[row], parents[row]) for row in nics]
     machine = Machine(
         name=Path(where).stem,
-        numa_nodes=tuple(nodes),
+        numa_nodes=tuple(msgspec.structs.replace(node, **cpu) for node in nodes),
         bridges=tuple(bridges),
         gpus=tuple(gpus),
         nics=tuple(
@@ -144,34 +206,88 @@ def parse_nvidia_smi(text: str, *, where: str) -> tuple[Machine, Knowledge]:
         nvswitches=switches,
         nvlinks=links,
     )
-    lacking = [not gpu.name or any(line in gpu.name for line in WITHOUT_P2P) for gpu in gpus]
-    access = [
+    reported = [
         PeerAccess(source=source, target=target, supported=yes, provenance="reported")
         for (source, target), yes in supported.items()
     ]
-    knowledge = Knowledge(peer_access_default=not any(lacking), peer_access=tuple(access))
-    return check(machine, where=where), knowledge
+    assumed = [gpu.id for gpu in gpus if gpu.link.gbps and not _of(seen, gpu.index).link.gbps]
+    knowledge = msgspec.structs.replace(
+        assume_p2p(check(machine, where=where), reported, virtual=virtual),
+        assumed_links=tuple(assumed) or msgspec.UNSET,
+        notes=tuple(notes) or msgspec.UNSET,
+    )
+    return machine, knowledge
+
+
+def _of(seen: Mapping[int, _Seen], index: int) -> _Seen:
+    return seen.get(index, _Seen())
+
+
+def _gpu(index: int, parent: str, seen: _Seen) -> Gpu:
+    card = card_of(seen.name)
+    link = seen.link
+    if card is not None:
+        width = link.width or card.lanes
+        link = PciLink(speed_gts=link.speed_gts or card.link.speed_gts, width=width)
+    return Gpu(
+        index=index,
+        bus_id=(seen.name and seen.bus_id) or f"ffff:{index:02x}:00.0",
+        parent=parent,
+        name=seen.name,
+        sm=card.sm if card else None,
+        link=link,
+    )
+
+
+def _split(text: str) -> Iterator[_Line]:
+    """Yield lines, each row of a matrix as one, without columns' rules, prompts and prefixes."""
+    for number, written in enumerate(text.splitlines(), start=1):
+        if _RULE.fullmatch(written):
+            continue
+        line = written.replace("|", " ")
+        starts = [match.start() for match in _ROW.finditer(line)]
+        # What stands before a row is a prefix, or the header where rows run together.
+        head = line[: starts[0]] if starts else line
+        header = _HEADER.search(head)
+        if header is not None or not starts:
+            yield number, head[header.start() if header else 0 :]
+        ends = [*starts[1:], len(line)]
+        yield from ((number, line[a:b]) for a, b in zip(starts, ends, strict=False))
 
 
 def _parse_matrices(
-    lines: Sequence[str], where: str
+    lines: Sequence[_Line], where: str
 ) -> tuple[_Matrix, dict[tuple[int, int], bool]]:
     """Return the matrix of relations, and P2P by ordered pair of GPUs where the text has it."""
-    headers = [number for number, line in enumerate(lines) if _is_header(line.split())]
-    rows = {n: next((line.split() for line in lines[n + 1 :] if line.strip()), []) for n in headers}
-    ways = [number for number, row in rows.items() if not {*row}.isdisjoint(_STATUSES)]
-    start = next((number for number in headers if number not in ways), None)
-    if start is None:
+    filled = [(n, line) for n, line in lines if line.strip()]
+    headers = [at for at, (_, line) in enumerate(filled) if _is_header(line.split())]
+    rows = {at: filled[at + 1][1].split() if at + 1 < len(filled) else [] for at in headers}
+    # A sentence may begin with GPU0.
+    true = [at for at in headers if _ROW.match(" ".join(rows[at][:2]))] or headers
+    ways = [at for at in true if not {*rows[at]}.isdisjoint(_STATUSES)]
+    starts = [at for at in true if at not in ways]
+    if not starts:
         fault = "has no line that begins with GPU0, and is no machine in JSON or XML"
         raise InputError(where, fault, f"give {_MATRIX}")
-    matrix = _parse_matrix(lines, start, where)
+    matrix, *others = (_parse_matrix(filled, at, where) for at in starts)
+    for start, other in zip(starts[1:], others, strict=True):
+        same = (other.labels, other.cells) == (matrix.labels, matrix.cells)
+        place = f"{where}:{filled[start][0]}"
+        fault = f"is the matrix of another machine than line {filled[starts[0]][0]}"
+        require(same, place, fault, "which? paste one machine")
     supported: dict[tuple[int, int], bool] = {}
-    for way in ways:
-        for pair, yes in _parse_p2p(lines, way, where).items():
-            supported[pair] = yes and supported.get(pair, True)
-    for index in {index for pair in supported for index in pair} - {*matrix.gpus.values()}:
-        raise InputError(where, f"tells P2P of GPU{index}, which {_MATRIX} lacks", _SAME)
-    return matrix, supported
+    unnamed: dict[tuple[int, int], bool] = {}
+    for at in ways:
+        told = _parse_p2p(filled, at, where)
+        way = next(
+            filter(None, (_WAY.search(line) for _, line in filled[max(0, at - 2) : at][::-1])), None
+        )
+        if way is None:
+            # Of several without a name those of NVLinks and atomics say no where others say yes.
+            unnamed |= {pair: yes or unnamed.get(pair, False) for pair, yes in told.items()}
+        elif way[1] in _DECIDES:
+            supported |= {pair: yes and supported.get(pair, True) for pair, yes in told.items()}
+    return matrix, supported or unnamed
 
 
 def _is_header(words: Sequence[str]) -> bool:
@@ -180,9 +296,9 @@ def _is_header(words: Sequence[str]) -> bool:
     return _GPU_LABEL.fullmatch(first) is not None and not is_known
 
 
-def _parse_p2p(lines: Sequence[str], start: int, where: str) -> dict[tuple[int, int], bool]:
-    labels = lines[start].split()
-    gpus = _gpu_rows(labels, f"{where}:{start + 1}")
+def _parse_p2p(lines: Sequence[_Line], start: int, where: str) -> dict[tuple[int, int], bool]:
+    labels = lines[start][1].split()
+    gpus = _gpu_rows(labels, f"{where}:{lines[start][0]}")
     cells = [
         _cells(words, label, labels, where=place, statuses=True)
         for label, place, words in _rows(lines, start, labels, where)
@@ -191,30 +307,95 @@ def _parse_p2p(lines: Sequence[str], start: int, where: str) -> dict[tuple[int, 
     return {(gpus[a], gpus[b]): cells[a][b] == _SUPPORTED for a, b in pairs}
 
 
-def _gpu_names(lines: Sequence[str], gpus: Sequence[int], where: str) -> dict[int, str]:
-    """Return names by GPU index, by `nvidia-smi -L`, or by a query with or without indices."""
-    matches = [match for line in lines if (match := _GPU_NAME.fullmatch(line.strip()))]
-    listings = [(match[1] or match[3], match["listed"] or match["queried"]) for match in matches]
-    names = {int(index): name for index, name in listings if index}
-    # A list without indices has all GPUs in order.
-    if listed := [name for index, name in listings if not index]:
-        names |= dict(zip(gpus, listed, strict=False))
-        fits = len(listed) == len(gpus)
-        fault = f"names {counted(len(listed), 'GPU')}, and {_MATRIX} has {len(gpus)}"
-        require(fits, where, fault, _SAME)
-    for index in names:
+def _gpus_seen(lines: Sequence[str], gpus: Sequence[int], where: str) -> dict[int, _Seen]:
+    """Return what lists, tables and queries say of GPUs, by GPU index."""
+    seen: dict[int, _Seen] = {}
+    unnumbered: list[_Seen] = []
+
+    def add(index: int, name: str, bus_id: str) -> None:
         require(index in gpus, where, f"names GPU {index}, which {_MATRIX} lacks", _SAME)
-    return names
+        of = seen.setdefault(index, _Seen())
+        of.name, of.bus_id = of.name or name, of.bus_id or bus_id
+
+    for number, line in enumerate(lines):
+        bare = " ".join(line.replace("|", " ").split()) if "|" in line else line.strip()
+        if match := next(filter(None, (one.fullmatch(bare) for one in _LISTED)), None):
+            parts = match.groupdict()
+            text = parts.get("bus") or ""
+            if parts.get("hex"):
+                text = f"{int(parts['domain'], 16):04x}:{parts['hex']:0>2}:{parts['device']:0>2}.0"
+            add(int(parts["index"]), parts["name"].strip(), normal_bus_id(text) or "")
+        elif match := next(filter(None, (one.fullmatch(bare) for one in _UNNUMBERED)), None):
+            bus_id = normal_bus_id(match.groupdict().get("bus") or "") or ""
+            unnumbered.append(_Seen(name=match["name"].strip(), bus_id=bus_id))
+        if "pcie.link" in bare:
+            _read_links(lines[number : number + 1 + len(gpus)], gpus, seen)
+    # A list without indices has all GPUs in order.
+    listed = [one for one in unnumbered if len(unnumbered) == len(gpus) or card_of(one.name)]
+    if listed and not seen:
+        fault = f"names {counted(len(listed), 'GPU')}, and {_MATRIX} has {len(gpus)}"
+        require(len(listed) == len(gpus), where, fault, _SAME)
+        ordered = sorted(listed, key=lambda one: bus_order(one.bus_id) if one.bus_id else ())
+        for index, one in zip(gpus, ordered, strict=True):
+            add(index, one.name, one.bus_id)
+    return seen
+
+
+def _read_links(lines: Sequence[str], gpus: Sequence[int], seen: dict[int, _Seen]) -> None:
+    """Add the links of `nvidia-smi --query-gpu=... --format=csv`, whose first line names columns.
+
+    At rest a link keeps its lanes and not its speed.
+    """
+    columns, *rows = csv.reader(lines, skipinitialspace=True)
+    names = [_UNIT.sub("", column).strip() for column in columns]
+    for index, row in zip(gpus, rows, strict=False):
+        cells: dict[str, Any] = dict(
+            zip(names, (_UNIT.sub("", cell) for cell in row), strict=False)
+        )
+        number = cells.get("index", str(index))
+        at = int(number) if number.isdecimal() and len(number) < 4 else -1
+        if at not in gpus or len(row) != len(columns):
+            return
+        read = {name: int(text) for name, text in cells.items() if re.fullmatch("[0-9]{1,3}", text)}
+        of = seen.setdefault(at, _Seen())
+        of.name = of.name or cells.get("name", "")
+        of.bus_id = of.bus_id or normal_bus_id(cells.get("pci.bus_id", "")) or ""
+        lanes = [read.get(f"pcie.link.width.{end}", 0) for end in ("current", "max")]
+        of.link = PciLink(
+            speed_gts=GTS.get(read.get("pcie.link.gen.max", 0)),
+            width=min((count for count in lanes if 0 < count <= 32), default=None),
+        )
+
+
+def _cpu(text: str) -> tuple[dict[str, Any], bool]:
+    """Return fields of NUMA nodes by lscpu, cpuinfo or a CPU's name, and whether it is virtual."""
+    told: dict[str, str] = {}
+    for match in _CPU_LINE.finditer(text):
+        told.setdefault(match["key"].lower().replace(" ", "_"), match["value"])
+    vendor = told.get("vendor_id", "")
+    named = [name for name, pattern in _CPU_NAMES.items() if pattern.search(text)]
+    if vendor not in CPU_VENDORS.values():
+        vendor = named[0] if len(named) == 1 else ""
+    numbers = {
+        name: told.get(key, "") for name, key in (("family", "cpu_family"), ("model", "model"))
+    }
+    cpu: dict[str, Any] = {
+        name: int(n) for name, n in numbers.items() if re.fullmatch("[0-9]{1,4}", n)
+    }
+    if re.fullmatch(r"aarch64|ppc64le|x86_64", told.get("architecture", "")):
+        cpu["arch"] = told["architecture"]
+    virtual = "hypervisor_vendor" in told or told.get("virtualization_type") == "full"
+    return cpu | ({"vendor": vendor} if vendor else {}), virtual
 
 
 def _rows(
-    lines: Sequence[str], start: int, labels: Sequence[str], where: str
+    lines: Sequence[_Line], start: int, labels: Sequence[str], where: str
 ) -> list[tuple[str, str, list[str]]]:
     """Return the label, place and words of each row below a header."""
-    body = [(n, line) for n, line in enumerate(lines[start + 1 :], start + 2) if line.strip()]
+    body = lines[start + 1 : start + 2 + len(labels)]
     fault = f"has {len(body)} rows for {len(labels)} devices"
     require(len(body) >= len(labels), where, fault, _WHOLE)
-    for n, line in body[len(labels) :][:1]:
+    for n, line in body[len(labels) :]:
         label, cell = (*line.split(), "")[:2]
         fits = label in labels or not (cell in _STATUSES or _is_relation(cell))
         require(fits, f"{where}:{n}", f"is a row of {shown(label)}, which has no column", _WHOLE)
@@ -222,10 +403,10 @@ def _rows(
     return [(label, f"{where}:{n}", line.split()) for label, (n, line) in rows]
 
 
-def _parse_matrix(lines: Sequence[str], start: int, where: str) -> _Matrix:
-    pieces = _TITLES.split(lines[start])
+def _parse_matrix(lines: Sequence[_Line], start: int, where: str) -> _Matrix:
+    pieces = _TITLES.split(lines[start][1])
     labels, titles = pieces[0].split(), pieces[1::2]
-    gpus = _gpu_rows(labels, f"{where}:{start + 1}")
+    gpus = _gpu_rows(labels, f"{where}:{lines[start][0]}")
     cells, numa = [], []
     for label, place, words in _rows(lines, start, labels, where):
         cells.append(_cells(words, label, labels, where=place))
@@ -233,7 +414,9 @@ def _parse_matrix(lines: Sequence[str], start: int, where: str) -> _Matrix:
         # written and always last; a Machine has no place for it.
         more = words[len(labels) + 1 : -1 if "GPU NUMA ID" in titles else None]
         affinities = dict(zip(titles, more, strict=False))
-        numa.append(affinities.get("NUMA Affinity", "").replace("N/A", ""))
+        cpus = affinities.get("CPU Affinity", "").replace("N/A", "")
+        told = affinities.get("NUMA Affinity", "").replace("N/A", "")
+        numa.append(told if "NUMA Affinity" in titles else cpus and f"CPUs {cpus}")
     return _Matrix(where=where, labels=labels, cells=cells, numa=numa, gpus=gpus)
 
 
@@ -289,7 +472,7 @@ def _near(level: str) -> tuple[str, ...]:
 
 
 def _tree(
-    matrix: _Matrix, levels: dict[str, _Groups]
+    matrix: _Matrix, levels: dict[str, _Groups], notes: list[str]
 ) -> tuple[list[NumaNode], list[PciBridge], dict[int, str]]:
     """Return NUMA nodes, bridges, and the parent of each row's device."""
     for level, groups in levels.items():
@@ -300,7 +483,7 @@ def _tree(
     nodes: list[NumaNode] = []
     bridges: list[PciBridge] = []
     parents: dict[int, str] = {}
-    for index, group in enumerate(_numa_groups(matrix, levels["NODE"])):
+    for index, group in enumerate(_numa_groups(matrix, levels["NODE"], notes)):
         numa = _numa_id(matrix, group)
         numa = -1 if numa in {node.numa_id for node in nodes} else numa
         nodes.append(NumaNode(index=index, numa_id=numa))
@@ -311,21 +494,37 @@ def _tree(
     return nodes, bridges, parents
 
 
-def _numa_groups(matrix: _Matrix, groups: _Groups) -> _Groups:
-    """Return groups of devices by NUMA node, merging groups with only NVLinks between."""
+def _numa_groups(matrix: _Matrix, groups: _Groups, notes: list[str]) -> _Groups:
+    """Return groups of devices by NUMA node: by affinity, and with only NVLinks between."""
     merged: _Groups = []
     for group in groups:
         for known in merged:
             hidden = not any(matrix.relation(a, b) for a in known for b in group)
-            affinities = [{matrix.numa[row] for row in rows} - {""} for rows in (known, group)]
-            if hidden and (not all(affinities) or affinities[0] == affinities[1]):
+            first, second = ({matrix.numa[row] for row in rows} - {""} for rows in (known, group))
+            same = first == second and len(first) == 1 and not re.search(r"\d[-,]", min(first)[:4])
+            if same and not hidden:
+                affinity = (
+                    min(first) if min(first).startswith("CPUs") else f"NUMA node {min(first)}"
+                )
+                notes.append(
+                    f"SYS between devices of one affinity ({affinity[:40]}): taken as one NUMA "
+                    "node, as NCCL reads the affinity"
+                )
+            if same or (hidden and (not first or not second or first == second)):
                 known.extend(group)
                 break
         else:
             merged.append(list(group))
-    # Unknown NUMA nodes (-1) come last.
+    # Unknown NUMA nodes (-1) come last; a group of NICs alone makes none.
     unknown = 2 * MAX_DEVICES
-    return sorted(merged, key=lambda group: (_numa_id(matrix, group) % unknown, min(group)))
+    merged.sort(key=lambda group: (_numa_id(matrix, group) % unknown, min(group)))
+    near = [group for group in merged if not matrix.gpus.keys().isdisjoint(group)]
+    for group in merged:
+        if group not in near:
+            near[0].extend(group)
+            names = ", ".join(matrix.labels[row] for row in group)
+            notes.append(f"{names} is SYS to all GPUs: taken as on the first NUMA node")
+    return near
 
 
 def _numa_id(matrix: _Matrix, group: Sequence[int]) -> int:

@@ -12,6 +12,7 @@ import msgspec
 
 from tccl_py.errors import InputError, check_type, require
 from tccl_py.files import decode_json, missing, read_text
+from tccl_py.model.cards import assume_p2p
 from tccl_py.model.machine import (
     DiscoveredMachine,
     Knowledge,
@@ -20,6 +21,7 @@ from tccl_py.model.machine import (
     check,
     check_knowledge,
 )
+from tccl_py.readers.pasted import plain
 from tccl_py.simulator.model import (
     MODEL_VERSION,
     Capacity,
@@ -239,23 +241,32 @@ def load_bundled(name: str) -> MachineModel:
     return model_from_json(text, where=name + _SUFFIX)
 
 
-def load_machine(name: str | Path, *, p2p: bool | None = None) -> MachineModel:
+def load_machine(
+    name: str | Path, *, p2p: bool | None = None, cpu: str | None = None
+) -> MachineModel:
     """Return the machine model of a bundled name or a file; the bundled name comes first.
 
     A Machine or topology without a model gets a model of assumed values only. `p2p` says whether
-    GPUs without NVLink have P2P, of machines where that is not known.
+    GPUs without NVLink have P2P, and `cpu` is "amd" or "intel", where that is not known.
 
     >>> model = load_machine("h200x4-vm")
     >>> model.machine.gpu_indices
     (0, 1, 2, 3)
 
     Raises InputError: an unknown name (the message names similar models, or all), no such file, one
-    of another form, or `p2p` of a machine where it is known.
+    of another form, or `p2p` or `cpu` of a machine where it is known.
     """
     check_type(name, "name", str, Path)
-    model = _loaded(name)
+    return settle_model(_loaded(name), p2p=p2p, cpu=cpu)
+
+
+def settle_model(model: MachineModel, *, p2p: bool | None, cpu: str | None) -> MachineModel:
+    """Return a model with what the user says of P2P and CPUs, None is nothing (InputError)."""
     knowledge = model.knowledge.with_p2p(model.machine, p2p)
-    return msgspec.structs.replace(model, knowledge=knowledge)
+    machine = model.machine.with_cpu(cpu)
+    if cpu is not None and not model.source:
+        return model_for(machine, knowledge)
+    return msgspec.structs.replace(model, machine=machine, knowledge=knowledge)
 
 
 def _loaded(name: str | Path) -> MachineModel:
@@ -281,15 +292,21 @@ def _loaded(name: str | Path) -> MachineModel:
 
 def read_description(path: Path) -> Description:
     """Read a machine from a file of any form."""
-    where = str(path)
-    text = read_text(path)
-    start = text.lstrip("\ufeff \t\r\n")[:1]
+    return parse_description(read_text(path), where=str(path))
+
+
+def parse_description(text: str, *, where: str) -> Description:
+    """Read a machine from a text of any form, as people paste it (InputError)."""
+    pasted, text = text, plain(text)
+    start = text.lstrip()[:1]
+    if start == "{":
+        # A text in JSON may have what looks like colours.
+        return _from_json(pasted.lstrip("\ufeff"), where)
     if start == "<":
         from tccl_py.readers.nccl_topology import parse_nccl_topology  # noqa: PLC0415
 
-        return Description(machine=parse_nccl_topology(text, where=where), knowledge=Knowledge())
-    if start == "{":
-        return _from_json(text, where)
+        machine = parse_nccl_topology(text.lstrip(), where=where)
+        return Description(machine=machine, knowledge=assume_p2p(machine))
     from tccl_py.readers.nvidia_smi import parse_nvidia_smi  # noqa: PLC0415
 
     machine, knowledge = parse_nvidia_smi(text, where=where)

@@ -1,0 +1,205 @@
+"""Inputs as people post them, each with its right value (tests/cases/reports)."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tccl_py.cli.main import app
+from tccl_py.errors import InputError
+from tccl_py.model.cards import card_of, cards
+from tccl_py.nccl.paths import path_types
+from tccl_py.nccl.system import PathType
+from tccl_py.simulator.descriptions import parse_description, read_description
+
+REPORTS = Path(__file__).parent / "cases" / "reports"
+
+
+def advise(name, *options):
+    result = CliRunner().invoke(app, ["advise", str(REPORTS / name), *options, "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def described(name):
+    found = read_description(REPORTS / name)
+    return found.machine, found.knowledge
+
+
+def p2p(name):
+    machine, knowledge = described(name)
+    gpus = machine.gpu_indices
+    return sum(knowledge.can_access(machine, a, b) for a in gpus for b in gpus if a != b)
+
+
+def links(name):
+    return [(gpu.link.speed_gts, gpu.link.width) for gpu in described(name)[0].gpus]
+
+
+def test_a_card_has_the_link_and_the_compute_capability_of_its_name():
+    named = {
+        "NVIDIA H100 80GB HBM3": (90, 5, 16, True),
+        "Tesla V100-SXM2-16GB": (70, 3, 16, True),
+        "NVIDIA GeForce RTX 4060 Ti": (89, 4, 8, False),
+        "NVIDIA RTX 6000 Ada Generation": (89, 4, 16, True),
+        "Quadro RTX 6000": (75, 3, 16, True),
+        "NVIDIA A100-SXM4-80GB": (80, 4, 16, True),
+        "NVIDIA L40S": (89, 4, 16, True),
+    }
+    for name, facts in named.items():
+        card = card_of(name)
+        assert (card.sm, card.pcie, card.lanes, card.p2p) == facts
+        assert card.source
+    assert card_of("NVIDIA A100X5") is card_of("") is None
+    assert len({card.name for card in cards()}) == len(cards()) > 80
+
+
+def test_links_by_the_cards_name_are_assumed_and_said_and_bound_nothing():
+    found = advise("pro6000x2_phb.txt")
+    assert "PCIe 5 x16 assumed" in found["machine"]
+    assert found["bound_gbps"] is None
+    text = CliRunner().invoke(app, ["advise", str(REPORTS / "pro6000x2_phb.txt")]).stdout
+    assert "At best" not in text
+    assert links("3090x2_phb_p2pok.txt") == [(16.0, 16)] * 2
+
+
+def test_an_unknown_cpu_is_answered_for_both_vendors_where_they_differ():
+    found = advise("pro6000x2_phb.txt")["by_cpu"]
+    assert found["AMD"]["default_gbps"] == pytest.approx(42.9, abs=0.1)
+    assert "by P2P" in found["AMD"]["default"]
+    assert "through host memory" in found["others"]["default"]
+    amd = advise("pro6000x2_phb.txt", "--cpu", "amd")
+    assert "by_cpu" not in amd
+    assert amd["default_gbps"] == advise("pro6000x2_amd.xml")["default_gbps"]
+    known = CliRunner().invoke(app, ["advise", str(REPORTS / "pro6000x2_amd.xml"), "--cpu", "amd"])
+    assert (known.exit_code, "--cpu" in known.stderr or "`cpu`" in known.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("lines", "vendor"),
+    [
+        (
+            "Vendor ID:                       AuthenticAMD\nCPU family: 25\nModel: 17",
+            "AuthenticAMD",
+        ),
+        ("vendor_id\t: GenuineIntel\ncpu family\t: 6\nmodel\t\t: 143", "GenuineIntel"),
+        ("Model name: AMD EPYC 7763 64-Core Processor", "AuthenticAMD"),
+        ("it has an AMD EPYC and an Intel(R) Xeon", ""),
+    ],
+)
+def test_the_cpu_is_read_from_lscpu_and_cpuinfo(lines, vendor):
+    text = (REPORTS / "pro6000x2_phb.txt").read_text() + lines
+    (node,) = parse_description(text, where="box.txt").machine.numa_nodes
+    assert node.vendor == vendor
+    assert (node.model is None) == (":" not in lines or "name" in lines)
+
+
+@pytest.mark.parametrize(
+    ("name", "pairs"),
+    [
+        ("pro6000x2_amd.xml", 2),
+        ("4090x8_two_switches.xml", 0),
+        ("4090x4_pix_nop2p.txt", 0),
+        ("p2p_all_caps.txt", 2),
+        ("mixed_two_gens.txt", 0),
+        ("paste_vllm_collect_env.txt", 2),
+        ("paste_p2p_bandwidth_test.txt", 2),
+        ("paste_nvidia_smi_table.txt", 0),
+        ("a100x4_bridges_uneven.xml", 12),
+    ],
+)
+def test_p2p_is_what_was_said_or_what_one_rule_assumes(name, pairs):
+    assert p2p(name) == pairs
+
+
+def test_what_is_assumed_of_p2p_stands_in_the_verdict_line():
+    found = advise("4090x8_two_switches.xml")
+    assert found["default_gbps"] == pytest.approx(5.4, abs=0.05)
+    assert "no P2P assumed" in found["default"]
+    with_p2p = advise("4090x8_two_switches.xml", "--p2p", "yes")
+    assert with_p2p["default_gbps"] == pytest.approx(19.8, abs=0.1)
+    assert "assumed (" not in with_p2p["default"]
+
+
+def test_a_virtual_machine_that_does_not_say_so_has_no_p2p():
+    text = (REPORTS / "paste_vllm_collect_env.txt").read_text() + "Hypervisor vendor: KVM\n"
+    found = parse_description(text, where="box.txt")
+    assert not found.knowledge.can_access(found.machine, 0, 1)
+
+
+def test_numa_affinities_decide_where_gpus_lie_and_a_contradiction_is_noted():
+    machine, knowledge = described("sys_within_numa.txt")
+    assert [machine.numa_of(f"G{i}") for i in range(4)] == [0, 0, 1, 1]
+    assert path_types(machine)["G0", "G1"] is PathType.PHB
+    assert any("SYS" in note for note in knowledge.notes)
+    machine, _ = described("cpu_affinity_only.txt")
+    assert [machine.numa_of(f"G{i}") for i in range(4)] == [0, 0, 1, 1]
+
+
+def test_a_nic_that_is_sys_to_all_makes_no_numa_node():
+    machine, knowledge = described("h100x8_9nic.txt")
+    assert (len(machine.numa_nodes), len(machine.nics)) == (2, 9)
+    assert any("NIC0" in note for note in knowledge.notes)
+
+
+def test_a_net_below_each_cpu_in_nccls_dump_is_one_net():
+    machine, _ = described("virtual_nics_each_cpu.xml")
+    assert [nic.name for nic in machine.nics] == ["br-lan"]
+
+
+def test_a_partial_topology_file_is_refused_as_partial():
+    with pytest.raises(InputError) as caught:
+        described("vm_partial_topo.xml")
+    assert "partial" in caught.value.what
+    assert "NCCL_TOPO_DUMP_FILE" in caught.value.right
+
+
+def test_an_accelerators_class_is_a_gpu():
+    text = (REPORTS / "pro6000x2_amd.xml").read_text().replace("0x030000", "0x120000")
+    bare = re.sub(r"<gpu [^>]*/>", "", text)
+    for form in (text, bare):
+        assert len(parse_description(form, where="box.xml").machine.gpus) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "first", "bus_id"),
+    [
+        ("paste_vllm_collect_env.txt", 2, "NVIDIA RTX PRO 6000 Blackwell Workstation Edition", ""),
+        ("paste_nvidia_smi_table.txt", 2, "NVIDIA GeForce RTX 3090", "0000:41:00.0"),
+        ("paste_p2p_bandwidth_test.txt", 2, "NVIDIA GeForce RTX 3090", "0000:41:00.0"),
+        ("paste_link_query.csv", 2, "NVIDIA GeForce RTX 3090", "0000:08:00.0"),
+        ("paste_markdown_table.txt", 3, "", ""),
+        ("prose_before.txt", 2, "", ""),
+    ],
+)
+def test_names_and_bus_ids_are_read_from_what_stands_around_the_matrix(name, count, first, bus_id):
+    gpus = described(name)[0].gpus
+    assert (len(gpus), gpus[0].name) == (count, first)
+    assert gpus[0].bus_id == (bus_id or "ffff:00:00.0")
+
+
+def test_a_queried_link_that_is_narrower_than_its_sibling_is_named_first():
+    assert links("paste_link_query.csv") == [(8.0, 16), (5.0, 4)]
+    (limit,) = advise("paste_link_query.csv")["limits"]
+    assert limit.startswith("GPU 1 has 4 lanes of 5 GT/s")
+
+
+def test_a_slow_slot_is_named_first_with_what_the_others_get():
+    (limit,) = advise("x399_slow_slot.xml")["limits"]
+    assert limit.startswith("GPU 3 ")
+    assert "GPUs 0, 1, 2 alone" in limit
+    assert "move the card" in limit
+
+
+def test_a_pair_with_fewer_bridge_links_than_its_twins_is_named():
+    (limit,) = advise("a100x4_bridges_uneven.xml")["limits"]
+    assert limit.startswith("GPUs 2, 3: 8 active NVLinks")
+
+
+def test_matrices_of_two_machines_are_refused_and_a_repeated_one_is_read():
+    box, other = ((REPORTS / name).read_text() for name in ("prose_before.txt", "h100x8_9nic.txt"))
+    assert len(parse_description(box + box, where="box.txt").machine.gpus) == 2
+    with pytest.raises(InputError, match="which"):
+        parse_description(box + other, where="box.txt")
