@@ -233,3 +233,13 @@ def test_every_host_of_a_job_proves_its_own_links(namespaces, tmp_path):
     assert ran.returncode == 0, ran.stderr
     said = "doctor --json --prove"
     assert json.loads(ran.stdout) == {"h1": ["hangs", said], "h2": ["sound", said]}
+
+
+def test_doctor_of_a_job_compares_its_hosts(namespaces):
+    ran = namespaces.run("doctor", "--passive", "--json", hosts=("h0", "h1", "h2"))
+    found = json.loads(ran.stdout)
+    assert found["hosts"] == 3
+    assert {report["host"] for report in found["reports"]} == {"h0", "h1", "h2"}
+    # Nothing but NVIDIA's driver is missing, on each.
+    assert found["differences"] == []
+    assert ran.code == 1
