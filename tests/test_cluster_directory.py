@@ -373,7 +373,8 @@ def sourced(shell, script, tools, **variables):
         ("gpu1.site.example", None, "gpu1"),
         ("gpu2", "gpu2.site.example", "gpu2.site.example"),
         ("gpu2.site.example", "gpu2.site.example", "gpu2.site.example"),
-        ("gpu2", None, None),
+        ("gpu2", None, "gpu2.site.example"),
+        ("gpu", None, None),
         ("other", "other.site.example", None),
     ],
 )

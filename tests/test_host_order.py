@@ -113,12 +113,31 @@ def test_the_notes_name_every_launcher_and_quote_the_directory():
     assert "--nproc-per-node=2 " in launch_notes(equal)
 
 
-@pytest.mark.parametrize(("position", "host"), list(enumerate(host for host, _ in ORDER)))
+@pytest.mark.parametrize(
+    ("position", "host"),
+    [
+        *enumerate(host for host, _ in ORDER),
+        *((at, f"{host}.job.default.svc") for at, (host, _) in enumerate(ORDER)),
+        (-1, "other"),
+        (-1, ORDER[0][0] + "0"),
+    ],
+)
 def test_the_node_rank_in_the_notes_is_the_place_in_the_order(position, host, tmp_path):
-    for name, text in host_order_files(ORDER).items():
-        (tmp_path / name).write_text(text)
-    notes = launch_notes(ORDER, directory=str(tmp_path))
-    command = re.search(r"K=\$\(\(.*\)\)", notes)
+    assert node_rank(ORDER, host, tmp_path) == position
+
+
+def test_a_host_finds_its_node_rank_under_a_name_that_is_longer_than_its_own(tmp_path):
+    order = [(f"worker-{n}.job.default.svc", (0,)) for n in (0, 1, 10)]
+    ranks = [node_rank(order, f"worker-{n}", tmp_path) for n in (0, 1, 10, 2)]
+    assert ranks == [0, 1, 2, -1]
+
+
+def node_rank(order, host, folder):
+    """What the notes' line for torchrun gives a host."""
+    for name, text in host_order_files(order).items():
+        (folder / name).write_text(text)
+    notes = launch_notes(order, directory=str(folder))
+    command = re.search(r"K=\$\(awk .*\)$", notes, re.MULTILINE)
     assert command is not None
     run = subprocess.run(
         ["bash", "-c", f"HOST={host}; {command[0]}; echo $K"],
@@ -127,7 +146,7 @@ def test_the_node_rank_in_the_notes_is_the_place_in_the_order(position, host, tm
         check=True,
         timeout=30,
     )
-    assert run.stdout == f"{position}\n"
+    return int(run.stdout)
 
 
 # Launchers themselves

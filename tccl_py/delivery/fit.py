@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -90,11 +91,16 @@ def check_same_machine(
 def host_here(plan: Plan, host: str | None = None) -> str | None:
     """Return the plan's name of a host, this one if not given; None if it has no such host.
 
-    The only host of a plan is ANY_HOST.
+    The only host of a plan is ANY_HOST. The plan may have it with a domain that is left out here.
     """
     graphs = files_of(plan).graphs
     names = names_of_this_host() if host is None else (host, host.partition(".")[0])
-    return next((name for name in chain([ANY_HOST], names) if name in graphs), None)
+    if named := next((name for name in chain([ANY_HOST], names) if name in graphs), None):
+        return named
+    # A hostfile may have the name with a domain that the host does not know itself by.
+    own = socket.gethostname() if host is None else host
+    longer = [name for name in graphs if name.startswith(f"{own}.")]
+    return longer[0] if len(longer) == 1 else None
 
 
 def why_not_fit(

@@ -96,7 +96,7 @@ def node_graph_text(
 # Read by whatever shell a job has: POSIX only, no function, all names its own. Files are found by
 # the host's own name as it is, without its domain, by SLURM's name of it, which Hydra copies from
 # the first host to all, and with its domain: `hostname -f` asks the name service, which may take
-# long.
+# long. Last comes the only file of a longer name: hostfiles of Kubernetes have name.job.svc.
 _ENV_NOTE = f"""\
 For jobs over all hosts and GPUs of the plan, with ranks
 # in its order of hosts ({ORDER_FOLDER}/{LAUNCH_NOTES}); to be sourced in each rank.
@@ -120,6 +120,12 @@ else
             break
         fi
     done
+    if [ -z "${{NCCL_GRAPH_FILE-}}" ]; then
+        _tccl_host=$(find "$_tccl_hosts" -name "$_tccl_name.*.xml" 2>/dev/null || :)
+        if [ -f "$_tccl_host" ]; then
+            export NCCL_GRAPH_FILE="$_tccl_host"
+        fi
+    fi
     if [ -z "${{NCCL_GRAPH_FILE-}}" ]; then
         echo "tccl: no graph file for host $_tccl_name in $_tccl_hosts:" \\
             "NCCL chooses its own rings" >&2
@@ -247,7 +253,10 @@ def launch_notes(order: HostGpus, *, directory: str = ".") -> str:
         f"torchrun --nnodes={len(order)} --nproc-per-node={count} --node-rank=$K "
         f"--master-addr={order[0][0]} --master-port={MASTER_PORT} SCRIPT"
     )
-    line_of = f'$(( $(grep -nxF -- "$HOST" {at(HOSTS)} | cut -d: -f1) - 1 ))'
+    # The host's own name, or one of the two is the other's with a domain.
+    same = 'index($0, h ".") == 1 || index(h, $0 ".") == 1'
+    find = f"$0 == h {{k = NR; exit}} !k && ({same}) {{k = NR}} END {{print k - 1}}"
+    line_of = f"$(awk -v h=\"$HOST\" '{find}' {at(HOSTS)})"
     hosts = counted(len(order), "host")
     return f"""\
 NCCL joins hosts in the order of their ranks; each rank uses the GPU that {RANK_MAP} has for it.
