@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 
 from tccl_py.errors import InputError
 from tccl_py.files import decode_json, encode_json
-from tccl_py.model.cluster import Cluster, Host, NodeClass, SwitchTree, check_cluster
+from tccl_py.model.cluster import (
+    Cluster,
+    Host,
+    NodeClass,
+    SwitchTree,
+    check_cluster,
+    doubtful_uplinks,
+)
 from tccl_py.model.machine import (
     HiddenLink,
     Knowledge,
@@ -325,3 +332,18 @@ def test_a_tree_as_deep_as_json_can_be_is_refused():
     tree = '{"name":"s","switches":[' * 50_000 + "]}" * 50_000
     text = f'{{"hosts":[],"classes":[],"switches":{tree}}}'
     refused(lambda: cluster_from_json(text, where="cluster.json"), "cluster.json")
+
+
+@pytest.mark.parametrize(("gbps", "count"), [(25, 0), (100, 0), (200, 1), (800, 1)])
+def test_an_uplink_that_is_said_to_carry_more_than_all_nics_below_it_is_doubted(gbps, count):
+    nics = tuple(Nic(index=i, name=f"m{i}", parent="C0", speed_mbps=200_000) for i in range(2))
+    machine = msgspec.structs.replace(load_bundled("h200x4-vm").machine, nics=nics)
+    hosts = tuple(Host(name=f"h{i}", node_class=0, slots=4) for i in range(4))
+    pair = [SwitchTree(name=n, hosts=(f"h{2 * i}", f"h{2 * i + 1}")) for i, n in enumerate("ab")]
+    tree = SwitchTree(
+        name="core", switches=(msgspec.structs.replace(pair[0], uplink_gbps=gbps), pair[1])
+    )
+    classes = (NodeClass(name="box", machine=machine),)
+    said = list(doubtful_uplinks(Cluster(hosts=hosts, classes=classes, switches=tree)))
+    assert len(said) == count
+    assert all(f"{gbps} GB/s" in one and "800 Gbit/s" in one for one in said)

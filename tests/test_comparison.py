@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from tccl_py.cli.main import app
 from tccl_py.health.comparison import compare_hosts, comparison_lines, facts_of
 from tccl_py.health.host import rules
-from tccl_py.model.links import HostReport
+from tccl_py.model.links import DoctorReport
 from tests.test_nics import host_of
 
 FACTS = {
@@ -30,7 +30,7 @@ FACTS = {
 
 
 def reports(*hosts):
-    return [HostReport(host=f"node{i:04}", facts=facts) for i, facts in enumerate(hosts)]
+    return [DoctorReport(host=f"node{i:04}", facts=facts) for i, facts in enumerate(hosts)]
 
 
 def changed(facts, name):

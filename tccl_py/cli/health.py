@@ -59,7 +59,7 @@ from tccl_py.health.host import Defect, DriverState, HostState, files_of_this_ho
 from tccl_py.health.network import check_network
 from tccl_py.health.plugin import plugin_complaints
 from tccl_py.launchers import in_job
-from tccl_py.model.links import HostReport, Proof
+from tccl_py.model.links import DoctorReport, Proof
 from tccl_py.model.measurement import IN_DRY_RUN
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import plan_in
@@ -356,7 +356,7 @@ def advise(
         console.print(grid([(name.ljust(9), text)]), style=GOOD if name == "Try first" else "")
 
 
-def _say_comparison(found: HostsCompared, reports: Sequence[HostReport], *, json: bool) -> None:
+def _say_comparison(found: HostsCompared, reports: Sequence[DoctorReport], *, json: bool) -> None:
     """Print hosts compared, and the findings of each of a job; end by 1 where one is bad."""
     if json:
         print_json({**asdict(found), "reports": reports} if reports else found)

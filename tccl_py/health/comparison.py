@@ -30,7 +30,7 @@ from tccl_py.health.host import (
 )
 from tccl_py.health.nics import port_name
 from tccl_py.health.pci import redirecting_ports, translating
-from tccl_py.model.links import HostReport
+from tccl_py.model.links import DoctorReport
 from tccl_py.nccl.variables import HOST_VARIABLES
 from tccl_py.readers.sysfs import rdma_ports
 
@@ -188,7 +188,7 @@ class HostsCompared(msgspec.Struct, frozen=True, kw_only=True):
         return all(one.severity == "note" for one in self.differences)
 
 
-def read_reports(paths: Sequence[Path]) -> list[HostReport]:
+def read_reports(paths: Sequence[Path]) -> list[DoctorReport]:
     """Read what `tccl doctor --json` wrote on each host.
 
     Raises InputError: unreadable, no such file, a name twice, or fewer than two.
@@ -197,7 +197,7 @@ def read_reports(paths: Sequence[Path]) -> list[HostReport]:
     facts = []
     for path in paths:
         try:
-            one = msgspec.json.decode(read_bytes(path, limit=_MAX_BYTES), type=HostReport)
+            one = msgspec.json.decode(read_bytes(path, limit=_MAX_BYTES), type=DoctorReport)
         except msgspec.MsgspecError as error:
             right = "give what `tccl doctor --json` printed on a host"
             raise InputError(str(path), "has no facts of a host", right) from error
@@ -212,7 +212,7 @@ def read_reports(paths: Sequence[Path]) -> list[HostReport]:
     return facts
 
 
-def compare_hosts(hosts: Sequence[HostReport]) -> HostsCompared:
+def compare_hosts(hosts: Sequence[DoctorReport]) -> HostsCompared:
     """Find the hosts that are not as most are, and the facts that tell them apart."""
     alike: dict[tuple[tuple[str, str], ...], list[str]] = defaultdict(list)
     for one in hosts:
@@ -228,7 +228,7 @@ def compare_hosts(hosts: Sequence[HostReport]) -> HostsCompared:
     )
 
 
-def _differences(name: str, hosts: Sequence[HostReport]) -> Iterator[Difference]:
+def _differences(name: str, hosts: Sequence[DoctorReport]) -> Iterator[Difference]:
     users: dict[str, list[str]] = defaultdict(list)
     for one in hosts:
         if (value := one.facts.get(name, "none" * name.startswith(_ABSENT))) != "":
@@ -282,7 +282,7 @@ def comparison_lines(found: HostsCompared, most: int = 20) -> Iterator[tuple[str
         yield f"and {len(found.differences) - most} more differences: --json has all", None
 
 
-def finding_lines(reports: Sequence[HostReport]) -> Iterator[tuple[str, Severity]]:
+def finding_lines(reports: Sequence[DoctorReport]) -> Iterator[tuple[str, Severity]]:
     """Yield what doctors found on hosts, equal findings once, those that hang first."""
     hosts: dict[tuple[Severity, str], list[str]] = defaultdict(list)
     for report in reports:

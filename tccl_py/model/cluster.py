@@ -185,6 +185,21 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return sum(host.slots for host in self.hosts)
 
 
+def doubtful_uplinks(cluster: Cluster) -> Iterator[str]:
+    """Yield a sentence on each uplink said to carry more than the NICs below it together."""
+    speeds = [sum(nic.speed_mbps for nic in one.machine.nics) / 8000 for one in cluster.classes]
+    known = [all(nic.speed_mbps for nic in one.machine.nics) for one in cluster.classes]
+    for switch in cluster.switches.all_switches if cluster.switches else ():
+        below = [cluster.host_classes[host] for host in switch.all_hosts]
+        gbps, most = switch.uplink_gbps or 0.0, sum(speeds[number] for number in below)
+        if gbps > 1.01 * most > 0 and all(known[number] for number in below):
+            yield (
+                f"the uplink of switch {switch.name} has {gbps:g} GB/s ({8 * gbps:g} Gbit/s), and "
+                f"all NICs below it {most:g} GB/s ({8 * most:g} Gbit/s): uplink_gbps is in GB/s, "
+                f"{gbps:g} Gbit/s are {gbps / 8:g}"
+            )
+
+
 def check_cluster(cluster: Cluster, *, where: str) -> Cluster:
     """Return `cluster` if its parts fit together (InputError)."""
     check_version(cluster.format_version, FORMAT_VERSION, where)

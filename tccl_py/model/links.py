@@ -109,7 +109,7 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Driver, BIOS, kernel command line and GPUs under which it holds."""
 
 
-class HostReport(msgspec.Struct, frozen=True, kw_only=True):
+class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
     """What `tccl doctor --json` says of a host, as far as other hosts and plans read it."""
 
     host: str

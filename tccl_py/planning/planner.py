@@ -11,7 +11,7 @@ import msgspec
 
 from tccl_py.errors import BudgetSpentError, InputError, check_type, counted, require
 from tccl_py.files import picked
-from tccl_py.model.cluster import Cluster, single_host
+from tccl_py.model.cluster import Cluster, doubtful_uplinks, single_host
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.measurement import BandwidthSource, Measurement, dealt
 from tccl_py.nccl.settings import Settings, check_settings, pinned_level, pinned_values
@@ -174,7 +174,7 @@ def _planned(
         short = (CUT_SHORT,) * (searches or any(source.cut_short for source in hosts.sources))
     return msgspec.structs.replace(
         plan,
-        notices=(*plan.notices, *short),
+        notices=(*plan.notices, *short, *doubtful_uplinks(cluster)),
         sets_measured=sum(source.sets_measured for source in hosts.sources),
         sets_remembered=sum(source.sets_remembered for source in hosts.sources),
         sets_by_symmetry=hosts.sets_by_symmetry,

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from tccl_profiler.cluster.facts import HostFacts
     from tccl_profiler.cluster.job import Job
     from tccl_profiler.cluster.session import ClusterSession
-    from tccl_py.model.links import HostReport
+    from tccl_py.model.links import DoctorReport
 
 __all__ = ["HostFacts", "Job", "join_job"]
 
 
-def examined_hosts(job: Job, *options: str) -> dict[str, HostReport]:
+def examined_hosts(job: Job, *options: str) -> dict[str, DoctorReport]:
     """Have `tccl doctor` with these options examine the hosts of a job, all at once."""
     from tccl_profiler.cluster.agents import Agents  # noqa: PLC0415
 

@@ -42,7 +42,7 @@ from tccl_profiler.watch import warnings, watching
 from tccl_py.children import child_command, child_environment, search_path
 from tccl_py.errors import MeasurementError, TcclError, Terminated, limit_reached
 from tccl_py.launchers import outside_job
-from tccl_py.model.links import HostReport, Proof
+from tccl_py.model.links import DoctorReport, Proof
 from tccl_py.model.transfer import place_named
 from tccl_py.rank_processes.forkserver import ForkServer
 from tccl_py.rank_processes.rank import Rendezvous
@@ -194,7 +194,7 @@ class Agent:
         )
         return self._facts
 
-    def examine(self, options: tuple[str, ...]) -> HostReport:
+    def examine(self, options: tuple[str, ...]) -> DoctorReport:
         """Have `tccl doctor` with these options examine this host and prove its links.
 
         A doctor that fails or is late proves nothing.
@@ -208,7 +208,7 @@ class Agent:
         ) as doctor:
             try:
                 output, said = self._until_ended(doctor)
-                report = msgspec.json.decode(output, type=HostReport)
+                report = msgspec.json.decode(output, type=DoctorReport)
                 return msgspec.structs.replace(report, host=self._name)
             except TimeoutError:
                 why = f"did not end within {PROOF_S:g} s"
@@ -222,7 +222,7 @@ class Agent:
                     doctor.wait(_END_S)
                 doctor.kill()
         unable = Proof(verdict="inconclusive", what=f"`tccl doctor` {why}")
-        return HostReport(host=self._name, facts={}, links=unable)
+        return DoctorReport(host=self._name, facts={}, links=unable)
 
     def _until_ended(self, child: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
         """Return what a child wrote, unless the controller calls it off. Raises TimeoutError."""

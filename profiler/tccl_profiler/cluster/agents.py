@@ -38,7 +38,7 @@ from tccl_profiler.nccl_links import process_variables
 from tccl_profiler.program import Link, Program
 from tccl_profiler.rates import ClockReading, offset_from_pings
 from tccl_py.errors import InputError, MeasurementError, SourceLostError
-from tccl_py.model.links import HostReport, Proof
+from tccl_py.model.links import DoctorReport, Proof
 from tccl_py.model.transfer import TransferSet, place_named
 from tccl_py.rank_processes.rank import Rendezvous
 from tccl_py.rank_processes.tasks import RankOutput, Task
@@ -192,7 +192,7 @@ class Agents:
         arguments = (backend, devices, tuple(interfaces))
         return self.ask(Agent.describe, dict.fromkeys(self.hosts, arguments))
 
-    def examined(self, *options: str) -> dict[str, HostReport]:
+    def examined(self, *options: str) -> dict[str, DoctorReport]:
         """Have `tccl doctor` with these options examine all hosts at once; return what it said."""
         asked = dict.fromkeys(self.hosts, (options,))
         return self.ask(Agent.examine, asked, PROOF_S + _SPARE_S)
