@@ -12,7 +12,10 @@ from tccl_py.errors import InputError
 from tccl_py.model.cards import card_of, cards
 from tccl_py.nccl.paths import path_types
 from tccl_py.nccl.system import PathType
+from tccl_py.readers.switches import read_switches
 from tccl_py.simulator.descriptions import parse_description, read_description
+from tccl_py.workloads.sources import open_workload
+from tccl_py.workloads.torch_trace import read_torch_traces
 
 REPORTS = Path(__file__).parent / "cases" / "reports"
 
@@ -203,3 +206,45 @@ def test_matrices_of_two_machines_are_refused_and_a_repeated_one_is_read():
     assert len(parse_description(box + box, where="box.txt").machine.gpus) == 2
     with pytest.raises(InputError, match="which"):
         parse_description(box + other, where="box.txt")
+
+
+def workload_of(name):
+    return open_workload([str(REPORTS / name)])
+
+
+def test_a_line_behind_a_progress_bars_text_is_read():
+    (row,) = workload_of("glued.log").rows
+    assert (row.collective, row.bytes, row.calls, row.groups) == ("all_reduce", 16384, 1, ((0, 1),))
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "right"),
+    [
+        ("torn.log", "torn", "NCCL_DEBUG_FILE"),
+        ("old_nccl_no_commid.log", "commId", "NCCL 2.18"),
+        ("old_trace.json", "older PyTorch", "NCCL_DEBUG"),
+        ("log_info_only.txt", "no calls", "tccl advise"),
+    ],
+)
+def test_a_recording_that_cannot_be_read_is_refused_for_its_reason(name, what, right):
+    with pytest.raises(InputError) as caught:
+        workload_of(name)
+    assert what in caught.value.what
+    assert right in caught.value.right
+
+
+def test_the_rank_of_a_trace_may_stand_after_its_events():
+    recording = read_torch_traces([REPORTS / "dist_after.json"])
+    assert list(recording.ranks) == [0]
+
+
+def test_slurms_own_topology_yaml_is_read_as_switches(tmp_path):
+    tree = read_switches(REPORTS / "topology.yaml").switches
+    assert (tree.name, [below.hosts for below in tree.switches]) == (
+        "root",
+        [("n1", "n2"), ("n3", "n4")],
+    )
+    blocks = tmp_path / "topology.yaml"
+    blocks.write_text("- topology: a\n  flat: true\n")
+    with pytest.raises(InputError, match="no tree"):
+        read_switches(blocks)

@@ -15,6 +15,9 @@ The YAML form:
             hosts: node9        # a single host needs no list
     rails: any                  # or only: NIC i of a host reaches NIC i of any host, no other NIC
 
+SLURM's own topology.yaml is read as well: of its topologies the default one, or the only one, which
+must be a tree.
+
 Every switch is below at most one switch. Several uppermost switches are joined by a switch without
 name and limit. The file may have hosts outside the job. Hosts that are joined without a switch have
 `cables:` instead (`tccl_py.readers.cables`).
@@ -27,7 +30,7 @@ src/common/parse_config.c.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -90,6 +93,28 @@ class _Switch(msgspec.Struct, forbid_unknown_fields=True):
     switches: _Text | list[_Text | _Switch] = []
 
 
+class _SlurmSwitch(msgspec.Struct):
+    """A switch of SLURM's topology.yaml(5): hosts, or switches below, as expressions."""
+
+    switch: _Text
+    children: str = ""
+    nodes: str = ""
+
+
+class _SlurmTree(msgspec.Struct):
+    """The switches of a tree."""
+
+    switches: list[_SlurmSwitch]
+
+
+class _SlurmTopology(msgspec.Struct):
+    """A topology of SLURM's topology.yaml; one of blocks or a flat one has no tree."""
+
+    topology: _Text
+    cluster_default: bool = False
+    tree: _SlurmTree | None = None
+
+
 class _Switches(msgspec.Struct, forbid_unknown_fields=True):
     """A document of the YAML form."""
 
@@ -130,7 +155,11 @@ def parse_slurm_topology(
 def parse_switch_yaml(text: str, *, where: str, hosts: Iterable[str] | None = None) -> Interconnect:
     """Return the network of the YAML form."""
     try:
-        form = msgspec.convert(_plain_yaml(text, where), _Switches, strict=False)
+        read = _plain_yaml(text, where)
+        if read and isinstance(read, list):
+            form = _of_slurm(msgspec.convert(read, list[_SlurmTopology], strict=False), where)
+        else:
+            form = msgspec.convert(read, _Switches, strict=False)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{where}:{mark.line + 1}" if mark else where
@@ -156,6 +185,22 @@ def parse_switch_yaml(text: str, *, where: str, hosts: Iterable[str] | None = No
     places = ((switch, f"{where} switches[{i}]") for i, switch in enumerate(form.switches))
     parts = (part for switch, place in places for part in _flat(switch, place))
     return Interconnect(switches=_joined(parts, where=where, hosts=hosts), rails=form.rails)
+
+
+def _of_slurm(topologies: Sequence[_SlurmTopology], where: str) -> _Switches:
+    """Return the form of SLURM's default topology, or of its only one."""
+    usual = [one for one in topologies if one.cluster_default] or topologies
+    fault = f"has {len(usual)} topologies that may be meant"
+    require(len(usual) == 1, where, fault, "mark one by cluster_default: true")
+    (chosen,) = usual
+    if chosen.tree is None:
+        fault = f"has no tree of switches in topology {shown(chosen.topology)}"
+        raise InputError(where, fault, _FORMS[""])
+    parts = (
+        _Switch(name=one.switch, hosts=one.nodes, switches=one.children)
+        for one in chosen.tree.switches
+    )
+    return _Switches(switches=list(parts))
 
 
 class _Texts(_Loader):  # type: ignore[misc]

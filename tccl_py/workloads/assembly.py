@@ -36,7 +36,7 @@ def workload_of(recording: Recording, *, name: str, source: str) -> Workload:
     where = recording.where
     communicators = list(recording.communicators.values())
     used = {op.communicator for event in recording.events for op in event}
-    require(used, where, "has no calls of collectives over two ranks or more", _HOW)
+    require(used, where, "has no calls of collectives over two ranks or more", _NO_CALLS)
     for communicator in communicators:
         found, size = len(communicator.members), communicator.size
         if communicator.number in used and found < size:
@@ -65,6 +65,7 @@ def workload_of(recording: Recording, *, name: str, source: str) -> Workload:
 
 
 _HOW = "record with NCCL_DEBUG=INFO and NCCL_DEBUG_SUBSYS=INIT,COLL, or by `tccl run --record`"
+_NO_CALLS = f"`tccl advise FILE` says what a log has; {_HOW}"
 
 
 def _numbered(

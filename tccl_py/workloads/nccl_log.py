@@ -46,6 +46,9 @@ _CALL = re.compile(
     rb"op \d{1,10} root (?P<root>-?\d{1,7}) comm (?P<comm>0x[0-9a-f]{1,16}) "
     rb"\[nranks=\d{1,7}\] stream (?P<stream>\S{1,18})"
 )
+_TORN = re.compile(rb"NCCL (?:INFO|WARN)[^\n]*?[^\s:]{1,255}:\d{1,10}:\d{1,10} \[-?\d{1,4}\] NCCL ")
+"""A line of one process inside that of another one."""
+ONE_FILE_A_RANK = "write one file a rank, by NCCL_DEBUG_FILE=nccl.%h.%p.log"
 _LINES = re.compile(rb"^[^\n]*(?:: opCount |- Init COMPLETE)[^\n]*", re.MULTILINE)
 _TRANSFERS: dict[str, Side] = {"Send": "send", "Recv": "recv"}
 _KNOWN = {*COLLECTIVES, *_TRANSFERS, "Gather", "Scatter"}
@@ -124,18 +127,33 @@ class _Reader:
         self.recording = recording
         self._made: dict[tuple[_Process, bytes], _Made] = {}
         self._times: dict[object, int] = {}
-        self._unknown = 0
+        self._unknown = self._torn = 0
+        self._hosts: dict[tuple[int, bytes], list[bytes]] = {}
         self._operations: list[_Operations] = []
 
     def read(self, line: bytes, file: int) -> None:
         """Read a line of file number `file`."""
-        if (match := _CALL.search(line)) is not None:
-            self._read_call(match, (file, match["host"], match["pid"]))
+        if _TORN.search(line) is not None:
+            self._torn += 1
+        elif (match := _CALL.search(line)) is not None:
+            self._read_call(match, self._process(match, file))
         elif (match := _MADE.search(line)) is not None:
-            self._read_communicator(match, (file, match["host"], match["pid"]))
+            self._read_communicator(match, self._process(match, file))
+
+    def _process(self, match: re.Match[bytes], file: int) -> _Process:
+        """Return the process of a line, whatever text stands right before its host."""
+        host, pid = match["host"], match["pid"]
+        hosts = self._hosts.setdefault((file, pid), [])
+        for known in hosts:
+            if host.endswith(known) or known.endswith(host):
+                return file, known, pid
+        hosts.append(host)
+        return file, host, pid
 
     def finish(self) -> None:
         """Close what is open, and check that all communicators were known."""
+        fault = f"has {counted(self._torn, 'line')} of a rank torn into another's"
+        require(not self._torn, self.recording.where, fault, ONE_FILE_A_RANK)
         for made in self._made.values():
             made.group.close()
         fault = f"has {counted(self._unknown, 'call')} of communicators whose creation it lacks"
@@ -152,8 +170,11 @@ class _Reader:
 
     def _read_communicator(self, match: re.Match[bytes], process: _Process) -> None:
         bus, place = match["bus"], int(match["rank"])
+        fault = "is of an NCCL that does not log which ranks belong together (no commId)"
+        right = "record with NCCL 2.18 or later, or take traces of PyTorch's profiler"
+        require(match["id"] or match["parent"], self.recording.where, fault, right)
         rank = self.recording.rank(
-            (*process, bus), (match["host"], int(bus, 16), int(match["pid"]), process[0])
+            (*process, bus), (process[1], int(bus, 16), int(match["pid"]), process[0])
         )
         key: object = match["id"]
         parent = self._made.get((process, match["parent"] or b""))

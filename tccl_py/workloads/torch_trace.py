@@ -66,6 +66,7 @@ _NAMES: dict[str, WorkloadCollective] = {
     "all_to_all": "all_to_all",
     "all_to_allv": "all_to_all",
 }
+_INFO = re.compile(r'"distributedInfo"\s*:\s*(?=\{)')
 _SILENT = ("wait", "init", "coalesc")
 """Names, or parts of them, of events that communicate nothing themselves."""
 _TRANSFERS: dict[str, Side] = {"send": "send", "recv": "recv"}
@@ -123,7 +124,7 @@ class _Trace:
         self._values: dict[tuple[Any, ...], tuple[Any, ...]] = {}
         self.streams: dict[object, object] = {}
         self.steps: set[str] = set()
-        self.graphs = self.replayed = 0
+        self.graphs = self.replayed = self.bare = 0
         self.kernels = False
         packed = handle.peek(2)[:2] == GZIP
         try:
@@ -143,13 +144,13 @@ class _Trace:
         text = ""
         while (begin := re.search(r'"traceEvents"\s*:\s*\[', text)) is None:
             text = self._more(unpacked, text)
-        self.rank = _rank_in(text[: begin.start()], decoder)
+        head = text[: begin.start()]
         at = begin.end()
         while True:
             while (start := re.compile(r"[\s,]*([^\s,])").match(text, at)) is None:
                 text, at = self._more(unpacked, text[at:]), 0
             if start[1] == "]":
-                return
+                break
             try:
                 event, end = decoder.raw_decode(text, start.start(1))
             except ValueError:
@@ -159,6 +160,10 @@ class _Trace:
             at = end
             if at > _BLOCK:
                 text, at = text[at:], 0
+        # The rank may also stand after the events.
+        if _INFO.search(head) is None:
+            head = text[at:] + unpacked.read(_MOST_HELD).decode("latin-1")
+        self.rank = _rank_in(head, decoder)
 
     def _more(self, unpacked: IO[bytes], text: str) -> str:
         block = unpacked.read(_BLOCK)
@@ -176,6 +181,8 @@ class _Trace:
         elif kind == "kernel" and "Collective name" not in args:
             self.kernels = True
             self.replayed += name.startswith("ncclDevKernel")
+        elif name == "record_param_comms" and "Collective name" not in args:
+            self.bare += 1
         elif "Collective name" in args:
             if kind == "kernel":
                 self.streams[args.get("External id")] = args.get("stream")
@@ -188,8 +195,8 @@ class _Trace:
 
 
 def _rank_in(head: str, decoder: json.JSONDecoder) -> int:
-    """Return the rank that stands before the events."""
-    found = re.search(r'"distributedInfo"\s*:\s*(?=\{)', head)
+    """Return the rank that stands before the events, or after them."""
+    found = _INFO.search(head)
     if found is None:
         raise ValueError("it has no distributedInfo, so no rank")
     info, _ = decoder.raw_decode(head, found.end())
@@ -202,6 +209,9 @@ def _add_calls(recording: Recording, trace: _Trace) -> None:
     again = " again" * (number in recording.ranks)
     fits = 0 <= number < MAX_RANKS and not again
     require(fits, where, f"is of rank {number}{again}", "give one trace of each rank")
+    fault = "is a trace of an older PyTorch: its calls have no sizes"
+    right = "record with PyTorch 2.3 or later, or with NCCL_DEBUG=INFO"
+    require(trace.calls or not trace.bare, where, fault, right)
     rank = recording.rank(number, (number,), number)
     groups: dict[int, Transfers] = {}
     for made in sorted(trace.calls, key=lambda made: made.time):
