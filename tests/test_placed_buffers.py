@@ -124,7 +124,8 @@ def test_buffers_are_placed_only_where_the_kernel_numbers_all_nodes(ids):
 def test_each_gpu_bounces_through_one_node_in_all_rings():
     def hops(*nodes):
         pairs = [(0, 1), (1, 2), (2, 0)]
-        return [Hop(*pair, bounce(*pair, node)) for pair, node in zip(pairs, nodes, strict=False)]
+        ends = zip(pairs, nodes, strict=False)
+        return [rule.mark(Hop(*pair, bounce(*pair, node))) for pair, node in ends]
 
     rule = OneNode()
     assert rule.admits([hops(0, 1, 1)])

@@ -103,7 +103,15 @@ def routed(
 
 
 # Rules for the NICs of a set of chains.
-class EvenUse(msgspec.Struct, frozen=True):
+class NicRule:
+    """A rule that looks at a chain's entry NIC, and at its exit NIC once it is closed."""
+
+    def mark(self, hop: Hop) -> int | None:
+        """Return the NIC of an entry or exit."""
+        return nic_of(hop) if WORLD in (hop.source, hop.target) else None
+
+
+class EvenUse(NicRule, msgspec.Struct, frozen=True):
     """No NIC is used twice in one direction while another is idle; `same` ties exit to entry.
 
     >>> EvenUse(nics=(0, 1), chains=2).even([0, 0])
@@ -114,40 +122,34 @@ class EvenUse(msgspec.Struct, frozen=True):
     chains: int
     same: bool = False
 
-    def admits(self, rings: Sequence[Sequence[Hop]]) -> bool:
-        """Return whether all NICs can still be used equally after these rings."""
-        entries = [nic_of(ring[0]) for ring in rings if ring]
-        closed = [nic_pair(ring) for ring in rings if ring and ring[-1].target == WORLD]
-        if self.same and any(into != out for into, out in closed):
+    def admits(self, chains: Sequence[Sequence[int]]) -> bool:
+        """Return whether all NICs can still be used equally after chains by these NICs."""
+        exits = [nics[1] for nics in chains if len(nics) > 1]
+        if self.same and any(len(set(nics)) > 1 for nics in chains):
             return False
-        return self.even(entries) and self.even([out for _, out in closed])
+        return self.even([nics[0] for nics in chains if nics]) and self.even(exits)
 
     def even(self, used: Sequence[int]) -> bool:
         """Return whether chains that use these NICs can still become even."""
         least, more = divmod(self.chains, len(self.nics))
-        counts = Counter(used)
-        full = sum(count > least for count in counts.values())
-        return full <= more and all(count <= least + 1 for count in counts.values())
+        full = [count for nic in {*used} if (count := used.count(nic)) > least]
+        return len(full) <= more and all(count == least + 1 for count in full)
 
 
-class Pairing(msgspec.Struct, frozen=True):
+class Pairing(NicRule, msgspec.Struct, frozen=True):
     """Chains with exactly these pairs of entry and exit NIC, in any order."""
 
     pairs: tuple[NicPair, ...]
 
-    def admits(self, rings: Sequence[Sequence[Hop]]) -> bool:
-        """Return whether these rings can be among the chains."""
+    def admits(self, chains: Sequence[Sequence[int]]) -> bool:
+        """Return whether chains by these NICs can be among the chains."""
         remaining = Counter(self.pairs)
-        begun: list[int] = []
-        for hops in filter(None, rings):
-            if hops[-1].target == WORLD:
-                remaining[nic_pair(hops)] -= 1
-            else:
-                begun.append(nic_of(hops[0]))
+        remaining.subtract((nics[0], nics[1]) for nics in chains if len(nics) > 1)
         if min(remaining.values()) < 0:
             return False
         open_ = Counter(pair[0] for pair in remaining.elements())
-        return all(count <= open_[nic] for nic, count in Counter(begun).items())
+        begun = Counter(nics[0] for nics in chains if len(nics) == 1)
+        return all(count <= open_[nic] for nic, count in begun.items())
 
 
 def symmetry_keeping(symmetry: Symmetry, pairing: Pairing) -> Symmetry:

@@ -293,11 +293,15 @@ def of_transports(settings: Settings) -> Settings:
 class OneNode(SetRule):
     """All bounces from a GPU go through one NUMA node: its process places its buffers."""
 
-    def admits(self, rings: Sequence[Sequence[Hop]]) -> bool:
+    def mark(self, hop: Hop) -> tuple[int, int] | None:
+        """Return a bounce's GPU and NUMA node."""
+        node = hop.flow.through
+        return None if node is None else (hop.source, node)
+
+    def admits(self, rings: Sequence[Sequence[tuple[int, int]]]) -> bool:
         """Return whether no GPU bounces through two nodes."""
-        nodes = {(hop.source, hop.flow.through) for ring in rings for hop in ring}
-        bounces = [source for source, node in nodes if node is not None]
-        return len(set(bounces)) == len(bounces)
+        bounces = set().union(*rings)
+        return len({gpu for gpu, _ in bounces}) == len(bounces)
 
 
 def chosen_gpus(machine: Machine, gpus: Sequence[int] | str | None) -> tuple[int, ...]:

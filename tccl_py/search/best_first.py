@@ -34,8 +34,8 @@ from tccl_py.search.problem import HopIndex, SearchProblem, admitted
 
 MAX_STATES = 10_000
 """States visited for one ring count before the search gives up on a proof."""
-DIVE_SETS = 30
-"""Sets without a better ring that end the first, quick look for a good answer."""
+DIVE_SETS, DIVE_STATES = 30, 4_000
+"""Sets without a better ring, and states without a set, that end the quick look before proofs."""
 MAX_PAIRED_HOPS = 128
 MAX_PAIR_KINDS = 64
 """All pairs of hops are measured first if symmetry leaves no more kinds of pairs."""
@@ -147,20 +147,20 @@ class Incumbent:
 class State(msgspec.Struct, frozen=True, kw_only=True):
     """A partial ring set: whole rings, and a path (GPU positions) with its hops.
 
-    `stabilizer` lists the symmetry elements that fix every hop; `version` is the age of the bound.
+    `all_hops` are those of rings and path. `stabilizer` lists the symmetry elements that fix every
+    hop; `version` is the age of the bound, which is `ahead` if it knows the hops still to come.
+    `compatibility` is the mean bound of two of the hops.
     """
 
     bound: float
     rings: tuple[tuple[int, ...], ...]
     path: tuple[int, ...]
     hops: tuple[int, ...]
+    all_hops: tuple[int, ...]
     stabilizer: npt.NDArray[np.int64]
-    version: int = -1
-
-    @property
-    def all_hops(self) -> tuple[int, ...]:
-        """Hops of the whole rings and of the path."""
-        return (*chained(self.rings), *self.hops)
+    version: int
+    compatibility: float = 0.0
+    ahead: bool = False
 
 
 class RingSetSearch:
@@ -182,6 +182,10 @@ class RingSetSearch:
         self._rule = problem.rules.get(count)
         self.bounds = Bounds(index, copies=count)
         self._bounces: list[int] = index.bounces.astype(int).tolist()
+        self._target: list[int] = index.target.tolist()
+        self._marks = (
+            index.marks(self._rule) if self._rule is not None else [None] * len(self._target)
+        )
         self._evaluator, self._incumbent = evaluator, incumbent
         self._queue: list[tuple[tuple[float, ...], State]] = []
         self._serial = itertools.count()
@@ -217,11 +221,20 @@ class RingSetSearch:
     def dive(self) -> None:
         """Search a little, for a good answer before proofs are tried."""
         everyone = np.arange(len(self.index.images))
-        self._push(State(bound=float("inf"), rings=(), path=(0,), hops=(), stabilizer=everyone))
+        root = State(
+            bound=float("inf"),
+            rings=(),
+            path=(0,),
+            hops=(),
+            all_hops=(),
+            stabilizer=everyone,
+            version=self.bounds.version,
+        )
+        self._push(root)
         for hops in self._classes():
             self.bounds.learn(hops, self._evaluator.upper(self.index, hops))
         self._relaxation_bound = best_connected(self._weights(self.bounds.single))
-        self._search(DIVE_SETS)
+        self._search(DIVE_SETS, DIVE_STATES)
 
     def relax(self, cuts: Sequence[Sequence[int]]) -> None:
         """Bound all ring sets by the hops that cross each cut."""
@@ -241,7 +254,7 @@ class RingSetSearch:
     def run(self) -> None:
         """Search until nothing can beat the incumbent, or MAX_STATES or the budget is spent."""
         if self._relaxation_bound > self._enough:
-            self._search(self._problem.budget.idle_sets)
+            self._search(self._problem.budget.idle_sets, MAX_STATES)
 
     def _classes(self) -> list[tuple[int, ...]]:
         """List one hop of each kind; for several rings also one pair of each kind, if few."""
@@ -250,15 +263,26 @@ class RingSetSearch:
         count = len(self.index.hops)
         if self.count == 1 or count > MAX_PAIRED_HOPS:
             return kinds
-        pairs = itertools.combinations_with_replacement(range(count), 2)
-        smallest = {self.index.canonical(pair) for pair in pairs}
-        return kinds + (sorted(smallest) if len(smallest) <= MAX_PAIR_KINDS else [])
+        pairs: set[tuple[int, ...]] = set()
+        known: set[tuple[int, ...]] = set()
+        for pair in itertools.combinations_with_replacement(range(count), 2):
+            if pair not in known:
+                images = [tuple(row) for row in self.index.orbit(pair).tolist()]
+                known.update(images)
+                pairs.add(images[0])
+                if len(pairs) > MAX_PAIR_KINDS:
+                    return kinds
+        return kinds + sorted(pairs)
 
-    def _search(self, idle_sets: int | None) -> None:
-        begun = self._evaluator.sets_measured
-        for _ in range(MAX_STATES):
+    def _search(self, idle_sets: int | None, idle_states: int) -> None:
+        begun = measured = self._evaluator.sets_measured
+        since = 0
+        for visited in range(MAX_STATES):
+            if self._evaluator.sets_measured > measured:
+                measured, since = self._evaluator.sets_measured, visited
             last = max(begun, self._incumbent.improved_at)
-            idle = idle_sets is not None and self._evaluator.sets_measured - last >= idle_sets
+            idle = idle_sets is not None and measured - last >= idle_sets
+            idle |= visited - since >= idle_states
             if not self._queue or idle or self._evaluator.allowance.out_of_time:
                 break
             _, state = heapq.heappop(self._queue)
@@ -270,7 +294,7 @@ class RingSetSearch:
             if state.bound <= self._enough:
                 self._discarded_bound = max(self._discarded_bound, state.bound)
             # 2. Requeue a state whose bound is older than the newest pattern.
-            elif state.version != self.bounds.version:
+            elif state.version != self.bounds.version or not state.ahead:
                 self._push(self._rebounded(state))
             # 3. Measure a complete set, and learn why it is slow.
             elif len(state.rings) == self.count:
@@ -288,16 +312,20 @@ class RingSetSearch:
         if state.bound <= self._enough:
             self._discarded_bound = max(self._discarded_bound, state.bound)
             return
-        hops = state.all_hops
-        depth = len(hops)
-        compatibility = 0.0
-        if depth:
-            numbers = np.array(hops)
-            compatibility = float(self.bounds.pair[numbers[:, None], numbers].sum()) / depth**2
-        bounces = sum(self._bounces[hop] for hop in hops)
+        hops, count = state.all_hops, next(self._serial)
+        bounces = sum([self._bounces[hop] for hop in hops])
         # Ties: the deeper state, then fewer bounces, then hops with little contention in pairs.
-        order = (-round(state.bound, 6), -depth, bounces, -compatibility, next(self._serial))
+        order = (-round(state.bound, 6), -len(hops), bounces, -state.compatibility, count)
         heapq.heappush(self._queue, (order, state))
+
+    def _compatibilities(self, sets: Sequence[Sequence[int]]) -> list[float]:
+        """Return the mean bound of two hops of each set; all have as many hops."""
+        if not sets:
+            return []
+        rows = np.array(sets, dtype=np.int64)
+        pairs = self.bounds.pair[rows[:, :, None], rows[:, None, :]].reshape(len(rows), -1)
+        means: list[float] = (pairs.sum(axis=1) / pairs.shape[1]).tolist()
+        return means
 
     def _measure(self, state: State) -> None:
         hops = state.all_hops
@@ -315,16 +343,21 @@ class RingSetSearch:
         return self._evaluator.upper(self.index, hops) <= self._enough
 
     def _rebounded(self, state: State) -> State:
-        hops = state.all_hops
-        bound = min(state.bound, self.bounds.bound(hops) if hops else np.inf)
+        hops, bound, compatibility = state.all_hops, state.bound, state.compatibility
+        if hops and state.version != self.bounds.version:
+            bound = min(bound, self.bounds.bound(hops))
+            (compatibility,) = self._compatibilities([hops])
         if bound > self._enough and len(state.rings) < self.count:
             bound = min(bound, self._completion_bound(state))
-        return msgspec.structs.replace(state, bound=bound, version=self.bounds.version)
+        news = {"bound": bound, "compatibility": compatibility}
+        return msgspec.structs.replace(state, version=self.bounds.version, ahead=True, **news)
 
     def _weights(self, rates: Floats) -> Floats:
         """Return the best rate from each GPU to each other, over all mechanisms; 0 is no hop."""
-        padded = np.append(rates, 0.0)
-        best: Floats = padded[self.index.pair].max(axis=2)
+        padded = np.zeros(len(rates) + 1)
+        padded[:-1] = rates
+        between = padded[self.index.pair]
+        best: Floats = between[:, :, 0] if between.shape[2] == 1 else between.max(axis=2)
         return best
 
     def _completion_bound(self, state: State) -> float:
@@ -336,8 +369,8 @@ class RingSetSearch:
         rest = [i for i in range(len(self.index.gpus)) if i not in state.path]
         if rest and len(state.path) > 1:
             # The path so far counts as one GPU: entered at its start, left at its end.
-            rows, columns = [*rest, state.path[-1]], [*rest, state.path[0]]
-            weights = weights[np.ix_(rows, columns)].copy()
+            rows, columns = np.array([*rest, state.path[-1]]), np.array([*rest, state.path[0]])
+            weights = weights[rows[:, None], columns]
             weights[-1, -1] = 0.0
         bound = min(bound, _least_degree(weights)) if rest else bound
         if rest and bound > self._enough and not connected_above(weights, self._enough):
@@ -355,35 +388,47 @@ class RingSetSearch:
             among = np.zeros(len(self.index.hops), dtype=bool)
             among[hops] = True
             hops = hops[np.where(among[images], images, hops).min(axis=0) == hops]
-        beside = self.bounds.beside(state.all_hops)
-        children = []
-        for hop in hops.tolist():
-            rings = (*state.rings, (*state.hops, hop))
-            # Rings ascend, so that a set is built once.
-            ascending = len(rings) < 2 or rings[-1] >= rings[-2][: len(rings[-1])]
-            if ascending and admitted(self.index, rings, self._rule):
-                bound = min(state.bound, float(beside[hop]))
-                children.append(self._child(state, hop, bound))
-        return [child for child in children if child.bound > 0]
+        beside = self.bounds.beside(state.all_hops)[hops].tolist()
+        bounds: dict[int, float] = {}
+        for hop, rate in zip(hops.tolist(), beside, strict=True):
+            if rate > 0 and self._may_follow(state, hop):
+                bounds[hop] = min(state.bound, rate)
+                if bounds[hop] <= self._enough:
+                    self._discarded_bound = max(self._discarded_bound, bounds.pop(hop))
+        means = self._compatibilities([(*state.all_hops, hop) for hop in bounds])
+        return [
+            self._child(state, hop, bound, mean)
+            for (hop, bound), mean in zip(bounds.items(), means, strict=True)
+        ]
 
-    def _child(self, state: State, hop: int, bound: float) -> State:
-        target = int(self.index.target[hop])
-        hops = (*state.hops, hop)
+    def _may_follow(self, state: State, hop: int) -> bool:
+        """Return whether rings still ascend, so that a set is built once, and the rule admits."""
+        ring = (*state.hops, hop)
+        if state.rings and ring < state.rings[-1][: len(ring)]:
+            return False
+        return self._marks[hop] is None or admitted(self.index, (*state.rings, ring), self._rule)
+
+    def _child(self, state: State, hop: int, bound: float, compatibility: float) -> State:
+        target = self._target[hop]
+        hops, all_hops = (*state.hops, hop), (*state.all_hops, hop)
         stabilizer = state.stabilizer
         if len(stabilizer) > 1:  # the identity fixes everything
             stabilizer = stabilizer[self.index.images[stabilizer, hop] == hop]
-        if bound > self._enough:
-            bound = min(bound, self.bounds.pattern_bound((*state.all_hops, hop), newest=hop))
+        bound = min(bound, self.bounds.pattern_bound(all_hops, newest=hop))
         closed = target == state.path[0]
         return State(
             bound=bound,
             rings=(*state.rings, hops) if closed else state.rings,
             path=(0,) if closed else (*state.path, target),
             hops=() if closed else hops,
+            all_hops=all_hops,
             stabilizer=stabilizer,
+            version=self.bounds.version,
+            compatibility=compatibility,
         )
 
 
 def _least_degree(weights: Floats) -> float:
     """Return the least, over GPUs, of the best hop out and the best hop in."""
-    return float(min(weights.max(axis=1).min(), weights.max(axis=0).min()))
+    least: float = min(min(np.maximum.reduce(weights, axis=at).tolist()) for at in (1, 0))
+    return least

@@ -264,8 +264,8 @@ class Bounds:
         if not len(self._rates):
             return float("inf")
         rows = slice(None) if newest is None else self._rows_with(newest)
-        inside = ~(self._masks[rows] & ~self.mask(hops)).any(axis=1)
-        return float(self._rates[rows][inside].min(initial=np.inf))
+        beyond = np.bitwise_or.reduce(self._masks[rows] & ~self.mask(hops), axis=1)
+        return float(self._rates[rows][beyond == 0].min(initial=np.inf))
 
     def _rows_with(self, hop: int) -> npt.NDArray[np.int64]:
         if hop not in self._with_hop:
@@ -292,7 +292,7 @@ class Bounds:
         """Return each hop's upper bound beside `hops`, from singles and pairs, GB/s."""
         if not hops:
             return self.single
-        beside: Floats = np.minimum(self.pair[list(hops)].min(axis=0), self.single)
+        beside: Floats = np.minimum(np.minimum.reduce(self.pair[list(hops)]), self.single)
         return beside
 
 
@@ -380,9 +380,10 @@ def connected_above(weights: Floats, least: float) -> bool:
 
     `weights[i, j]` is an upper bound on the rate of a hop from i to j, GB/s.
     """
-    reach = (weights >= least) | np.eye(len(weights), dtype=bool)
+    reach = weights >= least
+    np.fill_diagonal(reach, True)
     steps = 1
-    while steps < len(weights):
+    while steps < len(weights) and not reach.all():
         reach = reach @ reach
         steps *= 2
     return bool(reach.all())

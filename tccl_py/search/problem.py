@@ -6,8 +6,8 @@ import itertools
 import math
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, Protocol
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Protocol
 
 import msgspec
 import numpy as np
@@ -40,10 +40,13 @@ def check_budget(budget: Budget) -> None:
 
 
 class SetRule(Protocol):
-    """A rule that the rings of a set must follow together."""
+    """A rule that the rings of a set must follow together; it looks at marks of their hops."""
 
-    def admits(self, rings: Sequence[Sequence[Hop]]) -> bool:
-        """Return whether a set that follows the rule can begin with `rings`.
+    def mark(self, hop: Hop) -> Hashable:
+        """Return what the rule looks at of a hop; None is nothing."""
+
+    def admits(self, rings: Sequence[Sequence[Any]]) -> bool:
+        """Return whether a set that follows the rule can begin with rings of these marks.
 
         The last ring may be unfinished. Every ring begins at the first GPU of its space.
         """
@@ -174,6 +177,7 @@ class HopIndex:
         self.images: npt.NDArray[np.int32] = table[self.inside]
         self._moves = self._generator_images(symmetry)
         self._smallest: dict[Hops, Hops] = {}
+        self._marks: dict[SetRule, list[Hashable]] = {}
 
     @property
     def is_symmetric(self) -> bool:
@@ -207,6 +211,12 @@ class HopIndex:
         order = np.argsort(own)
         found = order[np.minimum(np.searchsorted(own[order], moved), len(own) - 1)]
         return np.where(own[found] == moved, found, -1).astype(np.int32)
+
+    def marks(self, rule: SetRule) -> list[Hashable]:
+        """Return the rule's mark of each hop."""
+        if rule not in self._marks:
+            self._marks[rule] = [rule.mark(hop) for hop in self.hops]
+        return self._marks[rule]
 
     def transfer_set(self, hops: Sequence[int]) -> TransferSet:
         """Return the flows of `hops`, all together."""
@@ -296,4 +306,5 @@ def admitted(index: HopIndex, rings: Sequence[Sequence[int]], rule: SetRule | No
     """Return whether the rule admits these rings; the last ring may be unfinished."""
     if rule is None:
         return True
-    return rule.admits([[index.hops[number] for number in ring] for ring in rings])
+    marks = index.marks(rule)
+    return rule.admits([[m for hop in ring if (m := marks[hop]) is not None] for ring in rings])
