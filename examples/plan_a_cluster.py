@@ -45,9 +45,10 @@ def main(switches: Path | None, directory: Path | None) -> None:
     # The same questions as of one host's plan; rings name ranks.
     for ring in plan.rings:
         print(f"ring of global ranks: {ring.gpus}, slowest {ring.bottleneck.flow}")
-    for name, choice in plan.choices.items():
-        gain = "not rated" if choice.gain is None else f"{choice.gain:.2f}x default NCCL"
-        print(f"{name}: {gain} ({plan.provenance})")
+    for name in plan.choices:
+        gain = plan.gain(name)
+        times = "not rated" if gain is None else f"{gain:.2f}x default NCCL"
+        print(f"{name}: {times} ({plan.provenance})")
     print(f"the rings once more: {plan.rate(plan.orders, source=sources):.2f} GB/s")
     first, second, *others = plan.orders[0]
     swapped = plan.what_if((second, first, *others), sources)

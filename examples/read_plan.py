@@ -36,8 +36,9 @@ def main(path: Path | None) -> None:
 
     # Three ways to run NCCL, and what jobs get by each.
     for name, choice in plan.choices.items():
-        gain = "not rated" if choice.gain is None else f"{choice.gain:.2f}x default NCCL"
-        print(f"{name}: {gain}, {choice.environment or 'no variables'} {choice.note}".rstrip())
+        gain = plan.gain(name)
+        times = "not rated" if gain is None else f"{gain:.2f}x default NCCL"
+        print(f"{name}: {times}, {choice.environment or 'no variables'} {choice.note}".rstrip())
 
     # A communicator needs rings over exactly its GPUs.
     pair = plan.gpus[:2]

@@ -24,9 +24,10 @@ def main(directory: Path) -> None:
         # What jobs get by each choice, without a directory.
         for name, choice in plan.choices.items():
             variables = " ".join(f"{key}={value}" for key, value in choice.environment.items())
-            gain = "not rated" if choice.gain is None else f"{choice.gain:.2f}x default NCCL"
-            print(f"{name}: {gain} ({plan.provenance}), {variables or 'no variables'}")
-            print(f"    files: {', '.join(sorted(choice.files(directory))[:3])}")
+            gain = plan.gain(name)
+            times = "not rated" if gain is None else f"{gain:.2f}x default NCCL"
+            print(f"{name}: {times} ({plan.provenance}), {variables or 'no variables'}")
+            print(f"    files: {', '.join(sorted(plan.files(name, directory))[:3])}")
 
     again = tccl_py.load_plan(directory)
     print(f"differences: {tccl_py.diff(plan, again) or 'none'}")

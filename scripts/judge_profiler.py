@@ -34,7 +34,7 @@ from tccl_py.nccl.communicators import parse_log  # noqa: E402
 from tccl_py.nccl.settings import Settings, environment  # noqa: E402
 from tccl_py.nccl.transport import hop_space  # noqa: E402
 from tccl_py.nccl.view import view  # noqa: E402
-from tccl_py.plan.directory import graph_text  # noqa: E402
+from tccl_py.plan.machine_files import graph_text  # noqa: E402
 from tccl_py.readers.live import discover_machine  # noqa: E402
 from tccl_py.sources.bench import Bench  # noqa: E402
 from tccl_py.sources.journal import JournalFile  # noqa: E402

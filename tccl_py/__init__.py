@@ -42,9 +42,10 @@ if TYPE_CHECKING:
     from tccl_py.model.transfer import parse_set as parse_set
     from tccl_py.nccl.settings import Settings as Settings
     from tccl_py.plan.directory import write_plan as write_plan
-    from tccl_py.plan.load import load_plan as load_plan
     from tccl_py.plan.plan import Plan as Plan
     from tccl_py.plan.text import diff as diff
+    from tccl_py.planning.handle import PlanHandle as PlanHandle
+    from tccl_py.planning.handle import load_plan as load_plan
     from tccl_py.planning.planner import make_cluster_plan as make_cluster_plan
     from tccl_py.planning.planner import make_plan as make_plan
     from tccl_py.planning.request import search_problem as search_problem
@@ -67,8 +68,8 @@ _NAMES = {
     "model.reports": "HostReport cluster_of",
     "model.transfer": "Flow TransferSet parse_flow parse_set",
     "nccl.settings": "Settings",
-    "plan.load": "load_plan",
     "plan.plan": "Plan",
+    "planning.handle": "PlanHandle load_plan",
     "planning.planner": "make_cluster_plan make_plan",
     "planning.request": "search_problem",
     "plan.text": "diff",

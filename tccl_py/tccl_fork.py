@@ -317,7 +317,7 @@ def comment(note: str) -> str:
 def _notes(plan: Plan, written: ForkPaths, machine: Machine) -> Iterator[str]:
     """Yield notes for the user and the file's readers, most important first."""
     yield (
-        f"rates {plan.choices['graph'].provenance}; run it with NCCL_ALGO=TCCL,RING "
+        f"rates {plan.provenance_of('graph')}; run it with NCCL_ALGO=TCCL,RING "
         f"NCCL_MIN_NCHANNELS={written.blocks} NCCL_MAX_NCHANNELS={written.blocks} "
         f"NCCL_BUFFSIZE={written.fifo_bytes}"
     )

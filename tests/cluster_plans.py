@@ -7,7 +7,7 @@ from tccl_py.model.reports import HostReport, cluster_of
 from tccl_py.nccl.network import chain_hop_space, chains_as_rings
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import view
-from tccl_py.plan.chains import HostPath, PlanChain, PlanChoice, PlanHop, PlannedHost
+from tccl_py.plan.chains import Choice, HostPath, PlanChain, PlanHop, PlannedHost
 from tccl_py.plan.load import check_plan
 from tccl_py.plan.plan import Plan
 from tests.nccl_nodes import with_nics
@@ -80,10 +80,10 @@ def cluster_plan(hosts, chains, *, order=None, gpus=None, settings=None, **chang
         sets_measured=7,
         sets_remembered=3,
         sets_by_symmetry=2,
-        stock=PlanChoice(
+        stock=Choice(
             settings=Settings(), rings=(ranks,), rate_gbps=5.0, assumed=True, note="as it is"
         ),
-        variables=PlanChoice(settings=Settings(), rings=(ranks,), rate_gbps=5.0, assumed=True),
+        variables=Choice(settings=Settings(), rings=(ranks,), rate_gbps=5.0, assumed=True),
     )
     return check_plan(msgspec.structs.replace(plan, **changes), where="plan")
 

@@ -11,7 +11,7 @@ from tccl_py.cli.main import app
 from tccl_py.health.advice import advice_by, advice_request
 from tccl_py.health.doctor import Diagnosis
 from tccl_py.health.host import Defect
-from tccl_py.plan.load import load_plan
+from tccl_py.planning.handle import load_plan
 from tccl_py.planning.opening import machine_subject
 from tccl_py.sources.profiled import measured_machine
 from tests.nccl_cases import CASES

@@ -17,9 +17,9 @@ from tccl_py.nccl.network import routed
 from tccl_py.nccl.settings import environment
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.host_files import ClusterFiles, host_graphs
-from tccl_py.plan.load import load_plan
 from tccl_py.plan.tables import table_files
 from tccl_py.planning.cables import notices_of_cables
+from tccl_py.planning.handle import load_plan
 from tccl_py.planning.jobs import plan_of_job
 from tccl_py.planning.opening_hosts import simulated_cluster
 from tccl_py.planning.planner import make_cluster_plan

@@ -19,9 +19,9 @@ from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.view import view
 from tccl_py.plan.chains import AS_GOOD, CHOICES, FailingPair, Failure, condensed
-from tccl_py.plan.load import load_plan
 from tccl_py.plan.text import summary
 from tccl_py.planning.choices import own_gbps, rated_choices
+from tccl_py.planning.handle import load_plan
 from tccl_py.planning.planner import make_plan
 from tccl_py.planning.request import Task
 from tccl_py.readers.nccl_topology import read_nccl_topology

@@ -21,8 +21,8 @@ from tccl_py.nccl.plugin.index import INDEX_FILE, read_index
 from tccl_py.nccl.settings import environment
 from tccl_py.plan.chains import SubsetRings
 from tccl_py.plan.directory import write_plan
-from tccl_py.plan.load import load_plan
 from tccl_py.plan.text import limit_text
+from tccl_py.planning.handle import load_plan
 from tccl_py.planning.planner import make_plan
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled

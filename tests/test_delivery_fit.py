@@ -17,7 +17,8 @@ from tccl_py.errors import InputError
 from tccl_py.model.machine import Fingerprint
 from tccl_py.nccl.plugin.index import INDEX_FILE
 from tccl_py.nccl.settings import Settings, environment, export_lines
-from tccl_py.plan.directory import ANY_HOST, machine_file, nccl_files, write_plan
+from tccl_py.plan.directory import machine_file, nccl_files, write_plan
+from tccl_py.plan.machine_files import ANY_HOST
 from tccl_py.plan.results import planned_fingerprint
 from tccl_py.readers.live import GpuFacts
 from tests.cluster_plans import mixed

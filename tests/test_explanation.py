@@ -20,7 +20,7 @@ from tccl_py.model.rings import direct_write
 from tccl_py.model.symmetry import automorphisms
 from tccl_py.model.transfer import parse_set, transfer_set
 from tccl_py.plan.chains import PlanChain, PlanHop
-from tccl_py.plan.load import load_plan
+from tccl_py.planning.handle import load_plan
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.bench import Bench

@@ -7,7 +7,7 @@ from tccl_py.nccl.asked import NcclAnswer, verdict_on
 from tccl_py.nccl.graph_file import parse_graph_file
 from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.nccl.versions import RING
-from tccl_py.plan.directory import graph_text
+from tccl_py.plan.machine_files import graph_text
 
 GPUS = (4, 5, 6, 7)
 ORDERS = ((4, 5, 6, 7), (4, 6, 5, 7))

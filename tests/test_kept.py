@@ -29,7 +29,7 @@ from tccl_py.nccl.validator import validate
 from tccl_py.nccl.view import direct_pairs, view
 from tccl_py.plan.chains import condensed
 from tccl_py.plan.directory import nccl_files
-from tccl_py.plan.load import load_plan
+from tccl_py.planning.handle import load_plan
 from tccl_py.planning.planner import make_cluster_plan, make_plan
 from tccl_py.planning.request import DEFAULT_BUDGET, not_pinned
 from tccl_py.search.problem import Budget

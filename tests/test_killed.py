@@ -19,7 +19,7 @@ from tccl_py.installation.install import install, uninstall
 from tccl_py.plan.directory import write_nccl_files, write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.staging import MANIFEST_FILE, REPLACING, check_files, locked, settle
-from tccl_py.planning.opening import output_directory
+from tccl_py.planning.output import output_directory
 from tccl_py.simulator.descriptions import load_bundled
 from tests.cluster_plans import equal_hosts, mixed
 from tests.killed import killed_at, killed_at_each

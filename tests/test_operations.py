@@ -20,8 +20,8 @@ from tccl_py.model.transfer import parse_set
 from tccl_py.nccl.plugin import LIBRARY
 from tccl_py.nccl.plugin.index import INDEX_VARIABLE
 from tccl_py.nccl.settings import Settings
-from tccl_py.plan.directory import ALIKE_INDEX_FILE
 from tccl_py.plan.load import load_plan
+from tccl_py.plan.machine_files import ALIKE_INDEX_FILE
 from tccl_py.report.preflight import preflight_metrics
 from tests.skips import needs
 

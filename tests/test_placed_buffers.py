@@ -26,9 +26,10 @@ from tccl_py.nccl.system import PathType
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.view import view
 from tccl_py.plan.chains import sender_nodes
-from tccl_py.plan.directory import placement, write_plan
-from tccl_py.plan.load import load_plan
+from tccl_py.plan.directory import write_plan
+from tccl_py.plan.machine_files import placement
 from tccl_py.planning.choices import placements
+from tccl_py.planning.handle import load_plan
 from tccl_py.planning.planner import make_plan
 from tccl_py.planning.request import OneNode, Task
 from tccl_py.simulator.descriptions import load_bundled
@@ -61,7 +62,7 @@ def directory(plan, tmp_path_factory):
 @pytest.fixture
 def without_library(plan, tmp_path, monkeypatch):
     """The same as an installation without a C compiler writes it."""
-    monkeypatch.setattr("tccl_py.plan.directory.found_library", lambda *_: None)
+    monkeypatch.setattr("tccl_py.plan.machine_files.found_library", lambda *_: None)
     place = tmp_path / "without-library"
     place.mkdir()
     write_plan(plan, place, models=as_only(load_bundled(PCIE)))

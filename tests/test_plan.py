@@ -24,9 +24,9 @@ from tccl_py.nccl.versions import ASSUMED, known_versions
 from tccl_py.nccl.view import view
 from tccl_py.plan.chains import per_channel
 from tccl_py.plan.directory import nccl_files
-from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.text import plan_json, summary
+from tccl_py.planning.handle import load_plan
 from tccl_py.planning.parts import subsets
 from tccl_py.planning.planner import make_plan
 from tccl_py.search.problem import Budget, SearchProblem

@@ -20,7 +20,7 @@ from tccl_py.nccl.plugin.index import INDEX_FILE, INDEX_HEAD
 from tccl_py.plan.directory import machine_file, write_nccl_files, write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.results import plan_in
-from tccl_py.planning.opening import output_directory
+from tccl_py.planning.output import output_directory
 from tccl_py.planning.plan_sources import planned_model
 from tccl_py.simulator.descriptions import load_bundled, read_description
 from tccl_py.simulator.source import Simulator

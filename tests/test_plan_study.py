@@ -95,15 +95,14 @@ def test_a_plan_as_a_dictionary_is_what_commands_print(tmp_path):
 def test_a_choice_has_its_gain_its_environment_and_its_files(made, tmp_path):
     plan = made()
     for name, choice in plan.choices.items():
-        assert (choice.name, choice.gain) == (name, plan.gain(name))
         assert choice.environment == environment(choice.settings)
-        files = choice.files(tmp_path)
+        files = plan.files(name, tmp_path)
         assert all(
             f"{key}={value}" in files["nccl.conf"] for key, value in choice.environment.items()
         )
         assert any(file.endswith(".xml") for file in files) == (name == "graph")
         assert ("export NCCL_GRAPH_FILE" in files["env.sh"]) == (name == "graph")
-    assert plan.choices["default"].gain == 1.0
+    assert plan.gain("default") == 1.0
 
 
 def test_the_way_of_a_flow_takes_nvlinks_and_the_bounces_memory():

@@ -17,7 +17,7 @@ from tccl_py.nccl.graph_file import parse_graph_file
 from tccl_py.nccl.graph_search import DefaultChain, search_ring, search_tree
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.view import view
-from tccl_py.plan.chains import PlanChoice
+from tccl_py.plan.chains import Choice
 from tccl_py.plan.host_files import ClusterFiles
 from tccl_py.planning.cables import failing
 from tccl_py.planning.jobs import as_achieved, plan_of_job
@@ -114,7 +114,7 @@ def test_a_choice_fails_exactly_where_nccl_would_leave_a_rail(kind, gpus, rails)
                 spreads=tree.balanced,
             )
             for algo, crossed in ((None, by_rings | by_trees), ("Ring", by_rings)):
-                choice = PlanChoice(settings=Settings(algo=algo), rings=(), rate_gbps=1.0)
+                choice = Choice(settings=Settings(algo=algo), rings=(), rate_gbps=1.0)
                 judged = failing(choice, cluster(node, hosts), [[channels]])
                 assert (judged.fails is not None) == bool(crossed)
                 if judged.fails:

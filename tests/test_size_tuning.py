@@ -28,11 +28,11 @@ from tccl_py.experiments.spec import (
     FINAL_ROUNDS,
     KIB,
     MIB,
-    Choice,
     JobResult,
     JobSpec,
     Row,
     RowTimes,
+    TunerChoice,
     Variant,
 )
 from tccl_py.experiments.target import read_target
@@ -145,7 +145,7 @@ def covering(found, size):
 
 
 def wanted(algorithm, protocol, channels):
-    return Choice(algorithm=algorithm, protocol=protocol, channels=channels)
+    return TunerChoice(algorithm=algorithm, protocol=protocol, channels=channels)
 
 
 @given(st.lists(st.floats(1.0, 9.0), min_size=1, max_size=40, unique=True))

@@ -23,8 +23,8 @@ from tccl_py.nccl.transport import candidates, pair_mechanism
 from tccl_py.nccl.versions import LEVELS, version_facts
 from tccl_py.nccl.view import view
 from tccl_py.plan.directory import write_plan
-from tccl_py.plan.load import load_plan
 from tccl_py.plan.results import ProvenLinks
+from tccl_py.planning.handle import load_plan
 from tccl_py.planning.opening import judged_by
 from tccl_py.planning.planner import make_cluster_plan, make_plan
 from tccl_py.planning.request import PlanRequest

@@ -21,10 +21,10 @@ from tccl_py.experiments.collectives import COLLECTIVES, Collective
 from tccl_py.experiments.jobs import Arm, HostRanks, Launcher, LocalRunner, rank_environment
 from tccl_py.experiments.spec import (
     BATCHES,
-    Choice,
     Contest,
     JobSpec,
     Row,
+    TunerChoice,
     calls_of,
     rows_of,
     training_rows,
@@ -368,7 +368,7 @@ def test_values_are_checked_in_groups_of_ranks_of_any_order_and_size(server):
 @needs_torch
 def test_concurrent_jobs_time_contests_of_all_choices_and_ranks_agree_on_the_times(server):
     row = Row(collective="all_gather", dtype="bfloat16", bytes=4096)
-    choice = Choice(algorithm="ring", protocol="ll", channels=2)
+    choice = TunerChoice(algorithm="ring", protocol="ll", channels=2)
     other = Row(dtype="bfloat16", bytes=1 << 20, collective="reduce")
     rows = (
         msgspec.structs.replace(row, contest=Contest(choices=(choice,), rounds=3)),

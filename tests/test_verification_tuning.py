@@ -27,10 +27,11 @@ from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.validator import NodeJob, validate_cluster
 from tccl_py.plan.directory import nccl_files, write_plan
 from tccl_py.plan.host_files import host_graphs
-from tccl_py.plan.load import check_plan, load_plan
+from tccl_py.plan.load import check_plan
 from tccl_py.plan.retuning import gdr_variants, keeps_rings, retuned
 from tccl_py.plan.staging import locked
 from tccl_py.plan.text import summary
+from tccl_py.planning.handle import load_plan
 from tccl_py.simulator.descriptions import model_for, read_description
 from tests.cluster_plans import LOCAL, NOTHING, PAIR, cluster_plan, equal_hosts, mixed
 from tests.processes import children

@@ -15,17 +15,13 @@ from tccl_py.delivery.scripts import FORMS, Form, script
 from tccl_py.errors import InputError, counted, require
 from tccl_py.files import read_text
 from tccl_py.nccl.settings import environment_text
-from tccl_py.plan.directory import (
-    GRAPH_FILE,
-    machine_file,
-    nccl_files,
-    write_nccl_files,
-    write_new_plan,
-)
+from tccl_py.plan.directory import machine_file, nccl_files, write_nccl_files, write_new_plan
 from tccl_py.plan.load import load_plan
+from tccl_py.plan.machine_files import GRAPH_FILE
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import plan_in
 from tccl_py.plan.staging import TABLES, check_files
+from tccl_py.plan.text import advice
 from tccl_py.readers.hosts import gpus_of_hosts, listed_hosts
 
 _RUNTIMES = ("nccl", "tccl", "tuner", *FORMS)
@@ -192,9 +188,9 @@ def _export_job(
     files = {name: machine_file(plan, directory, number) for name, number in numbers.items()}
     check_files(directory, [str(path.relative_to(directory)) for path in files.values()])
     count = write_new_plan(made, output, {name: read_text(path) for name, path in files.items()})
-    rate = f"{made.rate_gbps:.2f} GB/s ({made.choices['graph'].provenance})"
+    rate = f"{made.rate_gbps:.2f} GB/s ({made.provenance_of('graph')})"
     notice(f"wrote {counted(count, 'file')} to {output}: {rate}")
-    notice(made.advice)
+    notice(advice(made))
     notice_each(made.notices)
     env_file = quote(f"{output}/nccl/env.sh")
     launch = f"{output}/nccl/order/launch.txt"

@@ -40,13 +40,8 @@ from tccl_py.plan.directory import files_of, write_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import ProvenLinks
 from tccl_py.plan.text import choice_words
-from tccl_py.planning.opening import (
-    holds_measurements,
-    holds_whole_plan,
-    output_directory,
-    ring_counts_of,
-    subject_of,
-)
+from tccl_py.planning.opening import ring_counts_of, subject_of
+from tccl_py.planning.output import holds_measurements, holds_whole_plan, output_directory
 from tccl_py.planning.request import DEFAULT_BUDGET, EVERY_SET, PlanRequest, pinned_here
 from tccl_py.planning.subject import UNDER_MPI, Subject
 from tccl_py.search.problem import Budget

@@ -24,6 +24,7 @@ from tccl_py.plan.load import is_directory, load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import ProvenLinks, plan_in
 from tccl_py.plan.text import (
+    advice,
     assumptions,
     diff,
     notices,
@@ -174,7 +175,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     for text in limit_sentences(plan):
         console.print(f"First: {text}", style=DOUBT)
     console.print(f"Plan for {planned_gpus(plan)}: {plan.provenance}")
-    console.print(plan.advice, style=GOOD)
+    console.print(advice(plan), style=GOOD)
     if len(plan.cluster.classes) > 1:
         print_table(console, _class_table(plan))
     title = "" if plan.recommended == "graph" else "rings of the graph file"

@@ -14,7 +14,7 @@ from tccl_py.model.rings import neighbours
 from tccl_py.nccl.communicators import LoggedConnection, parse_log, same_rings, transport_of
 from tccl_py.nccl.transport import TRANSPORTS, pair_mechanism
 from tccl_py.nccl.validator import Verdict
-from tccl_py.plan.directory import class_view
+from tccl_py.plan.machine_files import class_view
 from tccl_py.plan.plan import Plan
 
 _NIC = re.compile(r"NET/[^/]+/([0-9]{1,7})")

@@ -12,7 +12,8 @@ from tccl_py.errors import InputError
 from tccl_py.model.machine import Fingerprint, Gpu, Machine
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.versions import has_rules
-from tccl_py.plan.directory import ANY_HOST, files_of, machine_file
+from tccl_py.plan.directory import files_of, machine_file
+from tccl_py.plan.machine_files import ANY_HOST
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import known_fingerprint, planned_fingerprint
 from tccl_py.readers.hosts import names_of_this_host

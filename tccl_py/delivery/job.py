@@ -19,8 +19,8 @@ from tccl_py.nccl.settings import Settings, job_environment
 from tccl_py.nccl.versions import NEWER_VARIABLE, why_no_plugin
 from tccl_py.nccl_library import installed_nccl
 from tccl_py.plan.chains import ChoiceName
-from tccl_py.plan.directory import part_file, placement
 from tccl_py.plan.host_files import host_graph_file
+from tccl_py.plan.machine_files import part_file, placement
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import check_files
 from tccl_py.readers.hosts import NODE_NAME
@@ -150,7 +150,7 @@ def deliver(plan: Plan, directory: Path, request: JobRequest, *, say: Say) -> De
         job=place.job,
         choice=choice,
         settings=plan.choices[choice].settings,
-        provenance=plan.choices[choice].provenance,
+        provenance=plan.provenance_of(choice),
         variables=variables,
         numa_id=numa_id,
         refused=refused,
@@ -202,7 +202,7 @@ def deliver_to_host(plan: Plan, directory: Path, request: JobRequest, *, say: Sa
             say(f"without the plugin, by variables alone: {why}")
         else:
             variables = loading | ({NEWER_VARIABLE: newest} if newest else {})
-    provenance = plan.choices[choice].provenance
+    provenance = plan.provenance_of(choice)
     return Delivery(settings=settings, provenance=provenance, variables=variables)
 
 

@@ -10,8 +10,9 @@ from shlex import quote
 from tccl_py.errors import InputError, require
 from tccl_py.nccl.plugin import LIBRARY
 from tccl_py.nccl.plugin.index import INDEX_FILE, INDEX_HEAD, INDEX_VARIABLE
-from tccl_py.plan.directory import ALIKE_INDEX_FILE, files_of
+from tccl_py.plan.directory import files_of
 from tccl_py.plan.host_files import HOSTS_FOLDER
+from tccl_py.plan.machine_files import ALIKE_INDEX_FILE
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import AGAIN
 

@@ -20,7 +20,16 @@ from statistics import median
 
 from tccl_py.experiments.calls import Call, repeated, row_call, timed_batch
 from tccl_py.experiments.collectives import COLLECTIVES
-from tccl_py.experiments.spec import FINAL_ROUNDS, KIB, MIB, Choice, Contest, Row, RowTimes, Variant
+from tccl_py.experiments.spec import (
+    FINAL_ROUNDS,
+    KIB,
+    MIB,
+    Contest,
+    Row,
+    RowTimes,
+    TunerChoice,
+    Variant,
+)
 from tccl_py.experiments.together import gemms_beside, stopwatch
 from tccl_py.nccl.tuner import (
     ALGORITHMS,
@@ -65,7 +74,7 @@ class Tuner:
         self._told = words.in_dll(ctypes.CDLL(path), "tccl_told") if path else words()
 
     @contextmanager
-    def told(self, choice: Choice | None) -> Iterator[None]:
+    def told(self, choice: TunerChoice | None) -> Iterator[None]:
         """Let calls of the `with` block follow a choice, None for NCCL's own."""
         if choice is None:
             self._told[0] = _NO_TABLE
@@ -78,13 +87,13 @@ class Tuner:
         finally:
             self._told[0] = _TABLE
 
-    def follows(self, call: Call, choice: Choice) -> bool:
+    def follows(self, call: Call, choice: TunerChoice) -> bool:
         """Call, and return whether NCCL allows the choice."""
         self._told[3] = 0
         self.call(choice, call)
         return bool(self._told[3]) or not self._asked
 
-    def call(self, choice: Choice | None, call: Call) -> None:
+    def call(self, choice: TunerChoice | None, call: Call) -> None:
         """Call, following a choice."""
         with self.told(choice):
             call()
@@ -123,7 +132,7 @@ def time_contest(
     return RowTimes(row=row.plain, variants=variants, final=contest.rounds, skew=rounds.skew)
 
 
-def _choices_here(communicator: Communicator, row: Row) -> tuple[Choice, ...]:
+def _choices_here(communicator: Communicator, row: Row) -> tuple[TunerChoice, ...]:
     """Return the choices that are worth a try over this communicator, by NCCL's log and version."""
     channels = _channels()
     own: Own | None = None
@@ -171,7 +180,7 @@ def _steps(communicator: Communicator, variants: Sequence[Call]) -> list[Callabl
     return [partial(step, call) for call in variants]
 
 
-def all_choices(row: Row, channels: int, own: Own | None = None) -> tuple[Choice, ...]:
+def all_choices(row: Row, channels: int, own: Own | None = None) -> tuple[TunerChoice, ...]:
     """Return the choices that are worth a try over a communicator of so many channels.
 
     `own` tells NCCL's own number, where a tuner's counts below that alone.
@@ -187,7 +196,7 @@ def all_choices(row: Row, channels: int, own: Own | None = None) -> tuple[Choice
     ranges = PROTOCOL_BYTES.items()
     protocols = [protocol for protocol, (low, high) in ranges if low <= row.bytes <= high]
     return tuple(
-        Choice(algorithm=algorithm, protocol=protocol, channels=count)
+        TunerChoice(algorithm=algorithm, protocol=protocol, channels=count)
         for algorithm in COLLECTIVES[row.collective].algorithms
         for protocol in protocols
         for limit in [own(algorithm, protocol, row.bytes) if own else channels]

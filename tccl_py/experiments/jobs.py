@@ -19,7 +19,7 @@ from tccl_py.model.measurement import Backend
 from tccl_py.nccl.settings import GRAPH_VARIABLE, Settings
 from tccl_py.nccl.variables import HOST_VARIABLES
 from tccl_py.plan.chains import ChoiceName
-from tccl_py.plan.directory import GRAPH_FILE
+from tccl_py.plan.machine_files import GRAPH_FILE
 from tccl_py.rank_processes.forkserver import ForkServer
 from tccl_py.rank_processes.rank import JobSlot, Rendezvous
 from tccl_py.rank_processes.tasks import (

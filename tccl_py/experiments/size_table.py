@@ -20,7 +20,7 @@ from typing import cast
 import msgspec
 from msgspec.structs import asdict, replace
 
-from tccl_py.experiments.spec import Choice, Dtype, Row, RowTimes
+from tccl_py.experiments.spec import Dtype, Row, RowTimes, TunerChoice
 from tccl_py.files import decode_json
 from tccl_py.nccl.tuner import COLLECTIVES, TunedCollective, TunerEntry
 from tccl_py.plan.chains import ChoiceName
@@ -54,7 +54,7 @@ class SizeRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """
 
     plan: ChoiceName = "default"
-    choice: Choice | None = None
+    choice: TunerChoice | None = None
     swept: Interval = NOTHING
     near: Interval | None = None
     harms: bool = False
@@ -220,7 +220,7 @@ def _fresh(
     return replace(row, plan=plan, seconds=seconds, fresh=fresh)
 
 
-def _ratio(times: RowTimes, choice: Choice | None) -> float:
+def _ratio(times: RowTimes, choice: TunerChoice | None) -> float:
     """Return the speed of a choice, or of the plugin's table (None), over NCCL's own in a job."""
     baseline, *variants = times.variants
     rival = next((rival for rival in variants if rival.choice == choice), None)
@@ -256,7 +256,7 @@ def table_order(entry: TunerEntry) -> tuple[int, int]:
     return COLLECTIVES.index(entry.collective), entry.from_bytes
 
 
-def _entry(series: Sequence[RowTimes], run: Sequence[RowTimes], choice: Choice) -> TunerEntry:
+def _entry(series: Sequence[RowTimes], run: Sequence[RowTimes], choice: TunerChoice) -> TunerEntry:
     """Return the entry of a run; it reaches half-way to the next sizes if it does no harm there."""
     ends = [run[0].row.bytes, run[-1].row.bytes]
     for end, at in enumerate((series.index(run[0]) - 1, series.index(run[-1]) + 1)):

@@ -38,12 +38,12 @@ from tccl_py.experiments.spec import (
     FINAL_ROUNDS,
     KIB,
     SIZES,
-    Choice,
     Contest,
     Dtype,
     JobSpec,
     Row,
     RowTimes,
+    TunerChoice,
     rows_of,
 )
 from tccl_py.experiments.target import Target
@@ -55,7 +55,8 @@ from tccl_py.nccl.plugin.index import INDEX_FILE, INDEX_VARIABLE
 from tccl_py.nccl.settings import GRAPH_VARIABLE
 from tccl_py.nccl.tuner import TunerTable
 from tccl_py.plan.chains import ChoiceName
-from tccl_py.plan.directory import files_of, subset_graph
+from tccl_py.plan.directory import files_of
+from tccl_py.plan.machine_files import subset_graph
 from tccl_py.plan.results import Tuning, keep_tuning
 from tccl_py.planning.parts import subsets
 from tccl_py.workloads.workload import Workload
@@ -243,7 +244,7 @@ def _rounds(size: int) -> tuple[int, int]:
     return next(rounds for most, rounds in _ROUNDS.items() if size <= most)
 
 
-def _fresh_contest(row: Row, choice: Choice | None, *, table: bool = False) -> Row:
+def _fresh_contest(row: Row, choice: TunerChoice | None, *, table: bool = False) -> Row:
     choices = (choice,) if choice else ()
     contest = Contest(choices=choices, rounds=_rounds(row.bytes)[1], table=table)
     return replace(row.plain, contest=contest)

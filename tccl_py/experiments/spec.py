@@ -37,7 +37,7 @@ Groups = tuple[tuple[int, ...], ...]
 """Disjoint communicators that run at once, by ranks or, of one host, GPUs; () is one over all."""
 
 
-class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TunerChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Algorithm, protocol and channels of a call; 0 channels leave the number to NCCL."""
 
     algorithm: Algorithm
@@ -53,7 +53,7 @@ class Contest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     of the row, and of each row beside it, are timed one after the other and at once.
     """
 
-    choices: tuple[Choice, ...] | None = None
+    choices: tuple[TunerChoice, ...] | None = None
     rounds: int = FINAL_ROUNDS
     table: bool = False
     calls: int = 0
@@ -138,7 +138,7 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     a row of several beside the others.
     """
 
-    choice: Choice | None = None
+    choice: TunerChoice | None = None
     seconds: tuple[float, ...] = ()
     beside: tuple[float, ...] = ()
 

@@ -30,22 +30,17 @@ from tccl_py.nccl.settings import (
 from tccl_py.nccl.transport import SIZE_STAGE, candidates, final_channels, pair_mechanism, values_of
 from tccl_py.nccl.validator import NodeJob, Verdict, validate_cluster
 from tccl_py.plan.chains import (
+    Choice,
     ChoiceName,
     Failure,
     Order,
     PlanChain,
-    PlanChoice,
     as_good,
     per_channel,
 )
-from tccl_py.plan.directory import (
-    GRAPH_FILE,
-    class_view,
-    files_of,
-    graph_texts,
-    write_plan,
-)
+from tccl_py.plan.directory import files_of, graph_texts, write_plan
 from tccl_py.plan.host_files import HOSTS_FOLDER
+from tccl_py.plan.machine_files import GRAPH_FILE, class_view
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import ProvenLinks, planned_fingerprint
 from tccl_py.plan.retuning import gdr_variants, keeps_rings, retuned
@@ -101,7 +96,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             if name in self.left_out or (option.fails and name != "default"):
                 continue
             variables, choice = dict(plan.pinned_env), option
-            if control.name != "default" and (name == "default" or plan.cluster.cables):
+            if plan.control != "default" and (name == "default" or plan.cluster.cables):
                 variables |= environment(control.settings)
                 choice = control if option.fails else option
             if name != "default":
@@ -159,13 +154,11 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         if stock.fails or plan.pinned_env or not self._p2p(stock):
             return None
         settings = replace(stock.settings, p2p_level="LOC")
-        least = PlanChoice(
-            settings=settings, rings=tuple(self._own_rings(settings)), rate_gbps=None
-        )
+        least = Choice(settings=settings, rings=tuple(self._own_rings(settings)), rate_gbps=None)
         stock = replace(stock, rate_gbps=None, fails=Failure(verdict="fails"), note=why)
         return replace(self, plan=replace(plan, stock=stock, large_buffers=least))
 
-    def _p2p(self, choice: PlanChoice) -> set[tuple[int, int, int]]:
+    def _p2p(self, choice: Choice) -> set[tuple[int, int, int]]:
         """Return the pairs of GPUs that a choice joins by P2P, each with its class of hosts."""
         classes = range(len(self.plan.cluster.classes))
         views = ((number, class_view(self.plan, number, choice.settings)) for number in classes)

@@ -21,7 +21,7 @@ from tccl_py.nccl.versions import unchecked
 from tccl_py.nccl.view import view
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.size_choices import size_json, size_notes
-from tccl_py.plan.text import assumptions, doctor_first, p2p_note, unrated_text
+from tccl_py.plan.text import advice, assumptions, doctor_first, p2p_note, unrated_text
 from tccl_py.planning.hardware import limit_sentences
 from tccl_py.planning.opening import machine_subject
 from tccl_py.planning.request import DEFAULT_BUDGET, PlanRequest
@@ -157,7 +157,7 @@ def advice_by(plan: Plan, subject: Subject, diagnosis: Diagnosis | None = None) 
         default=_default_words(plan),
         default_gbps=plan.choices["default"].rate_gbps,
         recommended=plan.recommended,
-        advice=plan.advice,
+        advice=advice(plan),
         environment=environment(chosen.settings),
         rate_gbps=chosen.rate_gbps,
         gain=plan.gain(plan.recommended),
@@ -239,7 +239,8 @@ def _default_words(plan: Plan) -> str:
     rate = unrated_text(default) if gbps is None else f"{gbps:.1f} GB/s"
     order = " ".join(map(str, rings[0]))
     more = f" and {len(rings) - 1} more" if len(rings) > 1 else ""
-    return f"{rate} ({default.provenance}{_assumed_words(plan)}): ring {order}{more}, hops {ways}"
+    basis = plan.provenance_of("default") + _assumed_words(plan)
+    return f"{rate} ({basis}): ring {order}{more}, hops {ways}"
 
 
 def _sure(plan: Plan, subject: Subject) -> str:

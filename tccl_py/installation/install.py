@@ -53,7 +53,7 @@ from tccl_py.installation.trial import try_plugin
 from tccl_py.nccl.settings import GRAPH_VARIABLE, env_conflicts
 from tccl_py.nccl.versions import ASSUMED, why_no_plugin
 from tccl_py.nccl_conf import conf_lines, passwd_home, user_file
-from tccl_py.plan.directory import conf_text
+from tccl_py.plan.machine_files import conf_text
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import plan_in
 from tccl_py.plan.staging import PLAN_FILE, check_files

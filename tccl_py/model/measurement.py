@@ -228,6 +228,10 @@ class BandwidthSource(Protocol):
         """Answer each set, in order; MeasurementError: a set cannot be measured."""
 
 
+Sources = BandwidthSource | Sequence[BandwidthSource] | None
+"""A source, or one for each class of hosts; None is of bundled models."""
+
+
 @runtime_checkable
 class StartedSource(BandwidthSource, Protocol):
     """A source that is started before it measures, and begins no set that ends too late."""

@@ -6,22 +6,17 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from math import gcd
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar, get_args
+from typing import Annotated, Literal, TypeVar, get_args
 
 import msgspec
 
 from tccl_py.model.links import LinkFact, LinkVerdict, joined_clauses
 from tccl_py.model.machine import Machine
-from tccl_py.model.measurement import IN_DRY_RUN, mark
 from tccl_py.model.rings import Hop, Ring, joined, on_host, receiving_nic, sending_nic
 from tccl_py.model.transfer import Flow
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.system import PathType
 from tccl_py.nccl.tuner import SizeChoice
-
-if TYPE_CHECKING:
-    from tccl_py.plan.plan import Plan
 
 AS_GOOD = 0.01
 """A choice this much slower than the best (relative) is as good."""
@@ -187,7 +182,7 @@ def why_unsound(facts: Sequence[LinkFact]) -> str:
     return "; ".join([*shown[:_MOST_REASONS], *["..."] * (len(shown) > _MOST_REASONS)])
 
 
-class PlanChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One way to run NCCL over the plan's GPUs.
 
     `rings` has an order for each channel: GPU indices of a single host; over several hosts ranks,
@@ -212,63 +207,17 @@ class PlanChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """The achieved bandwidth, or the predicted one where none is known."""
         return self.rate_gbps if self.achieved_gbps is None else self.achieved_gbps
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """NCCL's variables; a graph file's place is in env.sh of a plan's files."""
+        return environment(self.settings)
+
 
 class SizeAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The installed NCCL's choices by message size, under settings."""
 
     settings: Settings
     rows: tuple[SizeChoice, ...]
-
-
-class RatedChoice(PlanChoice, frozen=True, kw_only=True):
-    """A choice of a plan."""
-
-    name: ChoiceName
-    plan: Plan
-
-    @property
-    def gain(self) -> float | None:
-        """The ratio to default NCCL; None where one of the two rates is not known."""
-        return self.plan.gain(self.name)
-
-    @property
-    def provenance(self) -> str:
-        """The basis of the rate, as `measured` or `simulated from assumed values`.
-
-        Without a rate it is that of the graph file.
-        """
-        plan, assumed = self.plan, self.assumed
-        if self.rate_gbps is None:
-            assumed = plan.assumed
-        basis = mark(simulated=plan.simulated, assumed=assumed, dry_run=plan.dry_run)
-        # Of measured rates only those of a network are assumed.
-        return f"{basis}, the network assumed" if assumed and not plan.simulated else basis
-
-    @property
-    def expected(self) -> str:
-        """The basis of `gain`: of default NCCL's rate as well."""
-        if self.plan.jobs_ran:
-            return "achieved by jobs" + IN_DRY_RUN * self.plan.dry_run
-        if not (self.plan.simulated or self.plan.dry_run):
-            return "predicted from measurements"
-        default = self.plan.choices["default"]
-        return default.provenance if default.assumed else self.provenance
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """NCCL's variables; a graph file's place is in env.sh of `files`."""
-        return environment(self.settings)
-
-    def files(self, directory: Path | str = ".") -> dict[str, str]:
-        """Return the files for jobs by this choice: names below `nccl/` of a directory, and texts.
-
-        Raises InputError: rings that NCCL would not take.
-        """
-        from tccl_py.plan.directory import nccl_files  # noqa: PLC0415 (is above)
-
-        files = nccl_files(msgspec.structs.replace(self.plan, winner=self.name), Path(directory))
-        no_graph = ("env.sh", "nccl.conf")
-        return files if self.name == "graph" else {name: files[name] for name in no_graph}
 
 
 class Alternative(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

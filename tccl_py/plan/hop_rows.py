@@ -14,7 +14,7 @@ from tccl_py.plan.plan import Plan
 
 
 def hop_rows(plan: Plan) -> list[dict[str, Any]]:
-    """Return a dictionary for each hop of each ring; see `Plan.hop_rows`."""
+    """Return a dictionary for each hop of each ring; see `PlanHandle.hop_rows`."""
     machines = {"": plan.cluster.classes[0].machine}
     for name, number in plan.cluster.host_classes.items():
         machines[name] = plan.cluster.classes[number].machine

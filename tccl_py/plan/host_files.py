@@ -18,7 +18,7 @@ from tccl_py.nccl.plugin import LIBRARY, found_library
 from tccl_py.nccl.plugin.index import IndexedSet
 from tccl_py.nccl.settings import env_sh, environment
 from tccl_py.nccl.view import NcclView
-from tccl_py.plan.directory import class_view, env_text, noted_graph, plugin_index
+from tccl_py.plan.machine_files import class_view, env_text, noted_graph, plugin_index
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import PLAN_FILE
 
@@ -62,7 +62,7 @@ def host_graphs(plan: Plan) -> dict[str, str]:
             [(chain.entry_nic or 0, chain.exit_nic or 0) for chain in dealt],
             # Rings are as fast as the slowest host lets them be, and NCCL takes the least of all.
             rate_gbps=plan.file_gbps or plan.best_known_gbps,
-            provenance=plan.choices["graph"].provenance,
+            provenance=plan.provenance_of("graph"),
         )
     return {host.name: texts[host.path] for host in plan.hosts}
 
@@ -189,7 +189,7 @@ class ClusterFiles:
             if host.path not in made:
                 text = texts[self.graphs[host.name]]
                 part = IndexedSet(gpus=plan.gpus_of(host), file=shared, text=text.encode())
-                index = plugin_index(self, plan.class_number(host), [part])
+                index = plugin_index(plan, self.variables, plan.class_number(host), [part])
                 try:
                     index = msgspec.structs.replace(index, job=plan.cluster.ranks)
                     made[host.path] = index.encode().decode()

@@ -5,11 +5,10 @@ Rings close inside a single host; over several a ring is an open chain on each, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cached_property
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -17,24 +16,23 @@ from tccl_py.errors import check_type, require
 from tccl_py.files import encode_json, write_named
 from tccl_py.model.cluster import Cluster, NodeClass
 from tccl_py.model.machine import Knowledge, Machine
+from tccl_py.model.measurement import IN_DRY_RUN, mark
 from tccl_py.nccl.settings import Settings
 from tccl_py.plan.chains import (
     BY_VARIABLES,
     CHOICES,
     CUT_SHORT,
     Alternative,
+    Choice,
     ChoiceName,
     Failure,
     Gpu,
     HostPath,
     Number,
-    Orders,
     PlanChain,
-    PlanChoice,
     PlanHop,
     PlannedHost,
     Rate,
-    RatedChoice,
     SizeAnswer,
     SubsetRings,
     as_good,
@@ -44,14 +42,6 @@ from tccl_py.plan.chains import (
     sender_nodes,
     slowest_first,
 )
-
-if TYPE_CHECKING:
-    import networkx as nx
-
-    from tccl_py.model.measurement import BandwidthSource
-    from tccl_py.plan.tables import KeptTable
-
-    Sources = BandwidthSource | Sequence[BandwidthSource] | None
 
 FORMAT_VERSION = 2
 
@@ -106,9 +96,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     sets_measured: Number
     sets_remembered: Number
     sets_by_symmetry: Number
-    stock: PlanChoice
-    variables: PlanChoice
-    large_buffers: PlanChoice | None = None
+    stock: Choice
+    variables: Choice
+    large_buffers: Choice | None = None
     alternatives: tuple[Alternative, ...] = ()
     subsets: tuple[SubsetRings, ...] = ()
     notices: tuple[str, ...] = ()
@@ -116,77 +106,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     sizes: dict[ChoiceName, SizeAnswer] = {}
     cancelled: bool = False
     winner: ChoiceName | None = None
-
-    def __repr__(self) -> str:
-        """Describe the plan in three lines."""
-        from tccl_py.plan.text import description  # noqa: PLC0415 (is above)
-
-        return description(self)
-
-    def write(
-        self, directory: Path | str, source: Sources = None, *, tables: Iterable[KeptTable] = ()
-    ) -> None:
-        """Write what `tccl plan` writes into a new or empty directory, which all commands read.
-
-        Args:
-            directory: one that is new, empty, or has the source's journal, measurements.jsonl.
-            source: as `rate` takes it; its model and measurements are written too.
-            tables: of a cluster, as `make_cluster_plan` fills them: for `tccl export --hosts`.
-
-        Raises InputError: the directory has other files, or cannot be written; or as `rate`.
-        """
-        from tccl_py.planning.rating import write_directory  # noqa: PLC0415 (is above)
-
-        check_type(directory, "directory", str, Path)
-        write_directory(self, Path(directory), source, tables)
-
-    def rate(
-        self, rings: Orders, settings: Settings | None = None, *, source: Sources = None
-    ) -> float:
-        """Return the bandwidth of any rings over the plan's GPUs, all of them together, in GB/s.
-
-        Args:
-            rings: orders of GPUs, or of ranks over several hosts, as in `orders`; one or several.
-            settings: NCCL's; None is those of the plan's graph files.
-            source: answers the transfer sets; of several classes of hosts a list with one for each.
-                None simulates, where the plan was simulated by bundled models.
-
-        Raises InputError: not each GPU once in each ring, or hosts in another order; rings that do
-        not share the channels evenly; no source, or one of another machine. SearchError: the
-        settings give two neighbours no hop.
-        """
-        from tccl_py.planning.rating import rate_of_rings  # noqa: PLC0415 (is above)
-
-        return rate_of_rings(self, rings, settings, source)
-
-    def what_if(self, order: Iterable[int], source: Sources = None, *, ring: int = 0) -> float:
-        """Return the bandwidth of the plan's rings with this order in one ring's place, GB/s.
-
-        Raises InputError: no such ring, or as `rate`.
-        """
-        check_type(ring, "ring", int)
-        count = self.ring_count
-        require(0 <= ring < count, "ring", f"is {ring}", f"0 to {count - 1}")
-        orders = (*self.orders[:ring], order, *self.orders[ring + 1 :])
-        return self.rate(orders, source=source)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the plan as `tccl show --json` prints it, without choices by message size."""
-        from tccl_py.plan.text import plan_json  # noqa: PLC0415 (is above)
-
-        return plan_json(self)
-
-    def hop_rows(self) -> list[dict[str, Any]]:
-        """Return a dictionary for each hop of each ring, as pandas.DataFrame takes them."""
-        from tccl_py.plan.hop_rows import hop_rows  # noqa: PLC0415 (is above)
-
-        return hop_rows(self)
-
-    def to_networkx(self) -> nx.MultiDiGraph:
-        """Return the rings as a networkx graph over GPUs: an edge for each hop, with its row."""
-        from tccl_py.plan.hop_rows import hop_graph  # noqa: PLC0415 (is above)
-
-        return hop_graph(self)
 
     @property
     def machine(self) -> Machine:
@@ -273,8 +192,19 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def provenance(self) -> str:
-        """The basis of the recommended choice's rate; see `RatedChoice`."""
-        return self.choices[self.recommended].provenance
+        """The basis of the recommended choice's rate; see `provenance_of`."""
+        return self.provenance_of(self.recommended)
+
+    def provenance_of(self, name: ChoiceName) -> str:
+        """Return the basis of a choice's rate, as `measured` or `simulated from assumed values`.
+
+        Without a rate it is that of the graph file.
+        """
+        choice = self.choices[name]
+        assumed = self.assumed if choice.rate_gbps is None else choice.assumed
+        basis = mark(simulated=self.simulated, assumed=assumed, dry_run=self.dry_run)
+        # Of measured rates only those of a network are assumed.
+        return f"{basis}, the network assumed" if assumed and not self.simulated else basis
 
     @property
     def any_assumed(self) -> bool:
@@ -282,9 +212,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return any(choice.assumed for choice in self.choices.values())
 
     @property
-    def choices(self) -> dict[ChoiceName, RatedChoice]:
+    def choices(self) -> dict[ChoiceName, Choice]:
         """The ways to run NCCL, the smallest intervention first."""
-        graph = PlanChoice(
+        graph = Choice(
             settings=self.settings,
             rings=self.channel_rings,
             rate_gbps=None if self.fails else self.rate_gbps,
@@ -294,11 +224,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             assumed=self.assumed,
         )
         ways = zip(CHOICES, (self.stock, self.large_buffers, self.variables, graph), strict=True)
-        return {
-            name: RatedChoice(plan=self, name=name, **msgspec.structs.asdict(choice))
-            for name, choice in ways
-            if choice is not None
-        }
+        return {name: choice for name, choice in ways if choice is not None}
 
     @property
     def best_known_gbps(self) -> float:
@@ -379,17 +305,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Whether no rings are clearly faster, as far as the bound holds."""
         return is_at_bound(self.rate_gbps, self.bound_gbps)
 
-    @property
-    def advice(self) -> str:
-        """The recommendation, in a sentence or two."""
-        from tccl_py.plan.text import advice  # noqa: PLC0415 (is above)
-
-        return advice(self)
-
-    @property
-    def expected(self) -> str:
-        """The basis of the recommended choice's `gain`."""
-        return self.choices[self.recommended].expected
+    def basis_of_gain(self, name: ChoiceName) -> str:
+        """Return the basis of a choice's `gain`: of default NCCL's rate as well."""
+        if self.jobs_ran:
+            return "achieved by jobs" + IN_DRY_RUN * self.dry_run
+        if not (self.simulated or self.dry_run):
+            return "predicted from measurements"
+        return self.provenance_of("default" if self.choices["default"].assumed else name)
 
     def gain(self, name: ChoiceName) -> float | None:
         """Return the ratio of a choice to default NCCL, of achieved bandwidths if jobs ran.

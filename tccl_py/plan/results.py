@@ -28,8 +28,9 @@ from tccl_py.model.links import Proof
 from tccl_py.model.machine import DiscoveredMachine, Fingerprint
 from tccl_py.nccl.tuner import TunerTable, check_tables, tune_lines
 from tccl_py.plan.chains import ChoiceName
-from tccl_py.plan.directory import MachineFiles, machine_file
+from tccl_py.plan.directory import machine_file
 from tccl_py.plan.load import is_directory, load_plan
+from tccl_py.plan.machine_files import MachineFiles
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import (
     MANIFEST_FILE,

@@ -16,7 +16,7 @@ from tccl_py.nccl.network import gdr_variants as gdr_settings
 from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.nccl.transport import final_channels
 from tccl_py.plan.chains import HostPath
-from tccl_py.plan.directory import class_view, path_types
+from tccl_py.plan.machine_files import class_view, path_types
 from tccl_py.plan.plan import Plan
 
 TUNED_NOTE = "settings tuned: predictions are of the settings before, which real jobs did not run"

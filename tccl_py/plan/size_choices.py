@@ -133,7 +133,7 @@ def size_notes(plan: Plan) -> Iterator[str]:
         remedy = variables
     yield (
         f"NCCL counts {model.ring_gbps:.1f} GB/s for its rings, which get {rate:.1f} "
-        f"({plan.choices['default'].provenance}), so {size_text(size)} of all-reduce take "
+        f"({plan.provenance_of('default')}), so {size_text(size)} of all-reduce take "
         f"{chosen}, {loss:.2f}x the time of {best} by its own cost model; {remedy} changes that"
     )
 

@@ -21,9 +21,8 @@ from tccl_py.nccl.settings import (
 from tccl_py.nccl.versions import version_facts, why_no_plugin
 from tccl_py.plan.chains import (
     AS_GOOD,
+    Choice,
     ChoiceName,
-    PlanChoice,
-    RatedChoice,
     SubsetRings,
     as_good,
 )
@@ -62,7 +61,7 @@ def description(plan: Plan) -> str:
     order = " ".join(map(str, plan.orders[0][:16])) + " ..." * (len(plan.orders[0]) > 16)
     count = f"{plan.ring_count} rings, the first" if plan.ring_count > 1 else "ring"
     return (
-        f"Plan for {planned_gpus(plan)}: {plan.provenance}\n{plan.advice}\n"
+        f"Plan for {planned_gpus(plan)}: {plan.provenance}\n{advice(plan)}\n"
         f"{count} {order}: {plan.rate_gbps:.2f} GB/s, slowest {slowest.flow} on {name}"
     )
 
@@ -83,9 +82,9 @@ def doctor_first(plan: Plan) -> str:
 
 def _advice(plan: Plan) -> str:
     name, gain = plan.recommended, plan.gain(plan.recommended)
-    times = "" if gain is None else f": {gain:.2f}x default NCCL ({plan.expected})"
+    times = "" if gain is None else f": {gain:.2f}x default NCCL ({plan.basis_of_gain(name)})"
     if why := why_not_default(plan):
-        times = f": {why}; {_rate_words(plan.choices[name])}"
+        times = f": {why}; {_rate_words(plan, name)}"
     if failure := plan.choices[name].fails:
         note = plan.choices["default"].note
         why = f", since {note}; `tccl doctor` says what to do" if note else ""
@@ -125,7 +124,7 @@ def _offered(plan: Plan) -> str:
     decided = plan.winner is None or plan.recommended != plan.control
     if decided or gains[name] <= 1 + AS_GOOD:
         return ""
-    gain = f"{gains[name]:.2f}x {base} ({plan.choices[name].expected})"
+    gain = f"{gains[name]:.2f}x {base} ({plan.basis_of_gain(name)})"
     if name == "variables" and note:
         variables = environment_text(plan.variables.settings)
         return f", or set {variables} where large messages decide: {gain}, but {note}."
@@ -168,9 +167,10 @@ def why_not_default(plan: Plan) -> str:
     return f"default NCCL is not rated{since}" if doubtful else ""
 
 
-def _rate_words(choice: RatedChoice) -> str:
+def _rate_words(plan: Plan, name: ChoiceName) -> str:
+    choice = plan.choices[name]
     without = " without P2P" if choice.settings.p2p_level == "LOC" else ""
-    return f"{choice.best_known_gbps or 0.0:.2f} GB/s{without} ({choice.expected})"
+    return f"{choice.best_known_gbps or 0.0:.2f} GB/s{without} ({plan.basis_of_gain(name)})"
 
 
 def settings_words(settings: Settings) -> str:
@@ -230,7 +230,7 @@ _MOST_ORDER = 1000
 def summary(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yield facts of a plan, each with its name."""
     # No assumed value lies behind the limit unless one does behind the graph files.
-    mark = plan.choices["graph"].provenance
+    mark = plan.provenance_of("graph")
     if not plan.cluster.closes:
         changed = "another order than given" if plan.order_changed else "as given"
         order = compress(plan.host_order)
@@ -327,9 +327,8 @@ def _choice_text(plan: Plan, name: ChoiceName) -> str:
     """Return a line on one way to run NCCL: bandwidth, gain, and what to set."""
     choice, gain = plan.choices[name], plan.gain(name)
     is_known = choice.rate_gbps is not None
-    rate = (
-        f"{choice.rate_gbps:.2f} GB/s ({choice.provenance})" if is_known else unrated_text(choice)
-    )
+    known = f"{choice.rate_gbps:.2f} GB/s ({plan.provenance_of(name)})" if is_known else ""
+    rate = known or unrated_text(choice)
     if choice.achieved_gbps is not None:
         rate += f", {choice.achieved_gbps:.2f} achieved"
     times = f", {gain:.2f}x default" if gain is not None and name != "default" else ""
@@ -349,7 +348,7 @@ def _choice_text(plan: Plan, name: ChoiceName) -> str:
     return f"{rate}{times}: {how}{note}{chosen}"
 
 
-def unrated_text(choice: PlanChoice) -> str:
+def unrated_text(choice: Choice) -> str:
     """Return why a choice has no rate, in a word or two."""
     return f"fails ({choice.fails.verdict})" if choice.fails else "not rated"
 
@@ -400,7 +399,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def choice_json(choice: PlanChoice) -> dict[str, Any]:
+def choice_json(choice: Choice) -> dict[str, Any]:
     """Return the JSON of one way to run NCCL."""
     more = picked(choice, "rings", "achieved_gbps", "assumed", "note")
     if choice.fails:

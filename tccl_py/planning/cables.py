@@ -20,7 +20,7 @@ from tccl_py.nccl.connections import (
 from tccl_py.nccl.graph_search import DefaultChoice, default_choice_or_sys
 from tccl_py.nccl.network import NicPair, routed
 from tccl_py.nccl.settings import Settings, environment
-from tccl_py.plan.chains import MOST_FAILING, FailingPair, Failure, PlanChoice
+from tccl_py.plan.chains import MOST_FAILING, Choice, FailingPair, Failure
 from tccl_py.plan.tables import ClassRates, OwnChains
 from tccl_py.planning.host_rings import pairs_of
 
@@ -46,9 +46,7 @@ _CABLED_SETTINGS = (
 )
 
 
-def failing(
-    choice: PlanChoice, cluster: Cluster, channels: Sequence[Sequence[HostChannels]]
-) -> PlanChoice:
+def failing(choice: Choice, cluster: Cluster, channels: Sequence[Sequence[HostChannels]]) -> Choice:
     """Return a choice with these channels, which fails where NCCL would connect NICs in vain.
 
     `channels` has a host's for each class: one, or one for each part in which NCCL cuts the host.
@@ -88,12 +86,12 @@ def channels_on(node: ClassRates, own: OwnChains | DefaultChoice) -> HostChannel
 
 
 def choices_along_cables(
-    default: PlanChoice,
-    variables: PlanChoice,
+    default: Choice,
+    variables: Choice,
     cluster: Cluster,
     nodes: Sequence[ClassRates],
     settings: Settings,
-) -> tuple[PlanChoice, PlanChoice]:
+) -> tuple[Choice, Choice]:
     """Return default NCCL, and its own rings with the variables of a plan's settings."""
     own = [channels_on(node, node.stock) for node in nodes]
     default = _rated(default, cluster, nodes, own)
@@ -129,11 +127,11 @@ def _own_under(node: ClassRates, settings: Settings) -> OwnChains | DefaultChoic
 
 
 def _rated(
-    choice: PlanChoice,
+    choice: Choice,
     cluster: Cluster,
     nodes: Sequence[ClassRates],
     own: Sequence[HostChannels],
-) -> PlanChoice:
+) -> Choice:
     """Return NCCL's own rings over hosts in the order given, with the rate that cables let them.
 
     `own` are its channels on hosts of each class. The choice fails where NCCL would connect

@@ -33,10 +33,10 @@ from tccl_py.plan.tables import ClassRates, KeptChains, KeptTable, Most, NicPair
 from tccl_py.planning.choices import WORTH, SettingsSearch, interval, rated_choices, rated_stock
 from tccl_py.planning.request import Rings, Task, rings_under
 from tccl_py.planning.study import (
-    Choice,
+    Candidate,
     Stock,
     answer_under,
-    choice_found,
+    candidate_of,
     condensed_rings,
     measured_well,
     search_under,
@@ -157,10 +157,10 @@ class ClassStudy(ClassRates):
         self.task = task
         self._left = task.budget.sets
         self._more = 0
-        self._searched: list[Choice] = []
+        self._searched: list[Candidate] = []
         table = self._explored(node_class.name) if kept is None else kept
         super().__init__(node_class, table)
-        bests: dict[tuple[Settings, int], Choice] = {}
+        bests: dict[tuple[Settings, int], Candidate] = {}
         for choice in self._searched:
             bests.setdefault((choice.settings, len(choice.rings.rings)), choice)
         allow()
@@ -181,7 +181,7 @@ class ClassStudy(ClassRates):
         search = SettingsSearch(task, rated, sets)
         search.run(sets=task.budget.sets or 1)
         self.cancelled = search.cancelled
-        choices: list[Choice] = [search.best, *search.searched, variables]
+        choices: list[Candidate] = [search.best, *search.searched, variables]
         if not self.cancelled:
             choices += self._gdr_choices(search.best)
         self._searched = sorted(choices, key=lambda choice: -choice.rate_gbps)
@@ -214,7 +214,7 @@ class ClassStudy(ClassRates):
             )
         return None
 
-    def _gdr_choices(self, best: Choice) -> list[Choice]:
+    def _gdr_choices(self, best: Candidate) -> list[Candidate]:
         """The best chains with other NIC buffer placements."""
         rings, floor = [best.rings.rings], best.rate_gbps * (1 + WORTH)
         variants = gdr_variants(self.task.view(best.settings), nics=self.task.nics)
@@ -222,7 +222,7 @@ class ClassStudy(ClassRates):
             (gdr, search_under(self.task, gdr, known=rings, floor=floor, sets=self._few_sets))
             for gdr in variants
         )
-        return [choice_found(settings, result) for settings, result in searched if result]
+        return [candidate_of(settings, result) for settings, result in searched if result]
 
     def _spend(self, result: SearchResult) -> None:
         # What the journal answers counts as well: a resumed run goes the same way.
@@ -239,7 +239,7 @@ class ClassStudy(ClassRates):
         """The limit of sets for a further search: without any, there might be no plan."""
         return PAIRED_SETS if self._left is None else max(1, min(PAIRED_SETS, self._left))
 
-    def _best_of(self, choice: Choice, *, chosen: bool = False) -> KeptChains:
+    def _best_of(self, choice: Candidate, *, chosen: bool = False) -> KeptChains:
         """Return the best chains under their settings."""
         measurement = self.task.source.measure([choice.rings.flows])[0]
         best = self._rated_chains(choice.settings, choice.rings, measurement)
@@ -258,7 +258,7 @@ class ClassStudy(ClassRates):
         result, best = self._search(task, settings, rings), None
         if result is not None:
             with suppress(BudgetSpentError):
-                best = self._best_of(choice_found(settings, result))
+                best = self._best_of(candidate_of(settings, result))
         self._best[key] = best
         return best
 

@@ -19,9 +19,9 @@ from tccl_py.plan.chains import AS_GOOD, preferred, why_unsound
 from tccl_py.planning.request import Rings, Task, of_transports, rings_under
 from tccl_py.planning.study import (
     SIMPLE_ORDER,
-    Choice,
+    Candidate,
     Stock,
-    choice_found,
+    candidate_of,
     condensed_rings,
     measured_well,
     search_under,
@@ -49,8 +49,8 @@ class SettingsSearch:
     """
 
     def __init__(self, task: Task, rated: Rated, known: Sequence[Rings] = ()) -> None:
-        self.best: Choice = as_graph(rated.variables)
-        self.searched: list[Choice] = []
+        self.best: Candidate = as_graph(rated.variables)
+        self.searched: list[Candidate] = []
         self.cancelled = rated.cancelled
         self._task = task
         self._known = [self.best.rings.rings, *known]
@@ -93,10 +93,10 @@ class SettingsSearch:
             # What the journal answers counts as well: a resumed run goes the same way.
             remaining -= result.sets_measured + result.sets_remembered
             self.cancelled = result.cancelled
-            self._note(choice_found(settings, result))
+            self._note(candidate_of(settings, result))
         return remaining
 
-    def _note(self, choice: Choice) -> None:
+    def _note(self, choice: Candidate) -> None:
         tuned = choice if self.cancelled else _tuned(self._task, choice)
         self.searched.append(tuned)
         self._known.append(tuned.rings.rings)
@@ -114,7 +114,7 @@ class SettingsSearch:
             return
         self.cancelled = result.cancelled
         if result.rate_gbps > best.rate_gbps * (1 + WORTH):
-            self.best = choice_found(settings, result)
+            self.best = candidate_of(settings, result)
         else:
             # NCCL's own rings may be another number than any that was searched.
             counted = len(best.rings.rings) in self._task.ring_counts
@@ -177,7 +177,7 @@ def _channel_counts(task: Task) -> tuple[int, ...]:
     return tuple(count for count in CHANNELS if min(task.least_channels, most) <= count <= most)
 
 
-def _tuned(task: Task, choice: Choice) -> Choice:
+def _tuned(task: Task, choice: Candidate) -> Candidate:
     """Return the same rings with the best channels and FIFO size, fewest and largest first."""
     distinct = condensed_rings(choice.rings.rings)
     bounces = any(hop.flow.is_bounce for ring in choice.rings.rings for hop in ring.hops)

@@ -26,7 +26,8 @@ from tccl_py.nccl.versions import ASSUMED
 from tccl_py.nccl_conf import HOST_FILE, why_no_default
 from tccl_py.nccl_library import InstalledNccl, installed_nccl
 from tccl_py.plan.chains import ChoiceName, SizeAnswer
-from tccl_py.plan.directory import GRAPH_FILE, graph_files, nccl_files
+from tccl_py.plan.directory import graph_files, nccl_files
+from tccl_py.plan.machine_files import GRAPH_FILE
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.size_choices import SIZES, compared_choices
 from tccl_py.readers.live import gpu_count

@@ -30,9 +30,9 @@ from tccl_py.nccl.graph_search import DefaultChain, DefaultChoice, default_choic
 from tccl_py.nccl.network import chain_hop_space
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import view
-from tccl_py.plan.chains import ChoiceName, PlanChoice
-from tccl_py.plan.directory import conf_text, env_text
+from tccl_py.plan.chains import Choice, ChoiceName
 from tccl_py.plan.host_files import order_files
+from tccl_py.plan.machine_files import conf_text, env_text
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.retuning import retuned
 from tccl_py.plan.staging import write_new_directory
@@ -354,7 +354,7 @@ def _connecting(cluster: Cluster, gpus: Sequence[tuple[int, ...]], default: Sett
             own = _own_choice(host, settings, ids)
             topo = view(host.machine, host.knowledge, own.settings, gpus=ids)
             channels.append([default_channels(topo, own.chains, own.cross_nic)])
-        choice = PlanChoice(settings=settings, rings=(), rate_gbps=None)
+        choice = Choice(settings=settings, rings=(), rate_gbps=None)
         choice = failing(choice, cluster, channels)
         if not choice.fails:
             return settings

@@ -24,7 +24,7 @@ from tccl_py.nccl.graph_search import DefaultChain, default_choice
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import view
 from tccl_py.plan.chains import AS_GOOD as WORTH
-from tccl_py.plan.chains import Failure, PlanChoice, failure_over, preferred
+from tccl_py.plan.chains import Choice, Failure, failure_over, preferred
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.retuning import ends_as_measured
 from tccl_py.plan.tables import ClassRates, OwnChains
@@ -204,7 +204,7 @@ def _trees_cross(cluster: Cluster, joined: JoinedRings) -> bool:
     return any(link.nic != link.far for link in tree_connections(hosts))
 
 
-def _own_choices(cluster: Cluster, nodes: Sequence[ClassRates]) -> tuple[PlanChoice, PlanChoice]:
+def _own_choices(cluster: Cluster, nodes: Sequence[ClassRates]) -> tuple[Choice, Choice]:
     """Return default NCCL, and NCCL with the variables without which its rings have no rate.
 
     The slowest class decides, and uplinks in the order given. Both are equal where all classes are
@@ -216,7 +216,7 @@ def _own_choices(cluster: Cluster, nodes: Sequence[ClassRates]) -> tuple[PlanCho
         return _own_choice(cluster, nodes, rated), variables
     notes = (node.plain for node in nodes if isinstance(node.plain, str))
     settings = nodes[0].kept.default_settings
-    default = PlanChoice(
+    default = Choice(
         settings=settings,
         rings=variables.rings,
         rate_gbps=None,
@@ -238,8 +238,8 @@ def _failure(cluster: Cluster, nodes: Sequence[ClassRates], settings: Settings) 
 
 
 def _on_rails(
-    default: PlanChoice, variables: PlanChoice, cluster: Cluster, nodes: Sequence[ClassRates]
-) -> tuple[PlanChoice, PlanChoice]:
+    default: Choice, variables: Choice, cluster: Cluster, nodes: Sequence[ClassRates]
+) -> tuple[Choice, Choice]:
     """Return the choices, which fail where they leave rails.
 
     Variables include NCCL_CROSS_NIC=0 where only that connects, or is clearly faster.
@@ -258,7 +258,7 @@ def _on_rails(
 
 
 def _notices_of_rails(
-    default: PlanChoice, cluster: Cluster, nodes: Sequence[ClassRates]
+    default: Choice, cluster: Cluster, nodes: Sequence[ClassRates]
 ) -> Iterator[str]:
     """Yield that default NCCL fails on one host fewer, where it runs on all."""
     if cluster.rails == "any" or default.fails or len(cluster.hosts) < 3:
@@ -290,7 +290,7 @@ def _default_channels(node: ClassRates) -> list[HostChannels]:
 
 def _own_choice(
     cluster: Cluster, nodes: Sequence[ClassRates], defaults: Sequence[OwnChains]
-) -> PlanChoice:
+) -> Choice:
     """Return NCCL's own rings over the hosts in the order given."""
     rate = min(stock.rate_gbps for stock in defaults)
     if cluster.switches is not None:
@@ -312,7 +312,7 @@ def _own_choice(
         ranks.append([[at[gpu] for gpu in own_chain.gpus] for own_chain in chains])
         first += host.slots
     fallback = any(stock.fallback for stock in defaults)
-    return PlanChoice(
+    return Choice(
         settings=settings,
         rings=tuple(tuple(chain.from_iterable(parts)) for parts in zip(*ranks, strict=True)),
         rate_gbps=rate,

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from tccl_py.errors import InputError, require
-from tccl_py.files import check_path, missing, refused
 from tccl_py.model.cluster import single_host
 from tccl_py.model.links import Proof
-from tccl_py.model.measurement import JOURNAL_FILE
 from tccl_py.nccl.settings import Settings, environment
-from tccl_py.plan.chains import Failure, PlanChoice
-from tccl_py.plan.load import load_plan
+from tccl_py.plan.chains import Choice, Failure
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.staging import FOLDERS, PLAN_FILE, locked, make, unmake
 from tccl_py.planning.planner import plan_hosts
 from tccl_py.planning.request import PlanRequest, chosen_gpus, not_pinned, of_transports
 from tccl_py.planning.subject import Say, Subject, simulated, with_proof
 from tccl_py.search.problem import Reporter
 from tccl_py.simulator.model import MachineModel
-from tccl_py.sources.journal import read_journal
 
 if TYPE_CHECKING:
     from tccl_py.nccl.proof import AskedJob
@@ -140,7 +135,7 @@ def judged_by(plan: Plan, proof: Proof) -> Plan:
         job = jobs.get(frozenset(environment(of_transports(settings)).items()))
         return known if job is None else replace(known or _NO_PAIRS, verdict=job.verdict)
 
-    def judged(choice: PlanChoice) -> PlanChoice:
+    def judged(choice: Choice) -> Choice:
         fails = failure(choice.settings, choice.fails)
         note = choice.note or proof.what
         return replace(choice, rate_gbps=None, fails=fails, note=note) if fails else choice
@@ -182,80 +177,3 @@ def ring_counts_of(text: str | None) -> tuple[int, ...] | None:
     if counts[0] < 1 or counts[-1] > _MAX_RINGS:
         raise InputError(where, "is out of range", f"1 to {_MAX_RINGS} rings")
     return counts
-
-
-# A directory that takes a plan and its journal.
-
-
-@contextmanager
-def output_directory(directory: Path, *, force: bool | None) -> Iterator[Path]:
-    """Make `directory` ready to take a plan and a journal; yield the journal's path.
-
-    A directory with a journal and no plan, or the plan of an interrupted search, is resumed. If an
-    error ends the block, the directories made by this call are removed, unless the journal has
-    measurements of hardware. Until the block ends no other run gets the directory: two would mix
-    their lines in the journal. Raises InputError: a plan or other files are in it and `force` is
-    not given, another run has it, or it cannot be made.
-    """
-    made: list[Path] = []
-    unusable = "cannot be made", "name a writable place"
-    with _taken_away(made), refused(directory, *unusable):
-        check_path(directory.absolute())
-        if not directory.is_dir() and (directory.exists() or directory.is_symlink()):
-            fault = missing(directory, "is no directory")
-            raise InputError(str(directory), fault, "name a new or empty one")
-        make(directory, made)
-    # Not taken away if another run has it by now.
-    journal = directory / JOURNAL_FILE
-    with locked(directory), _taken_away(made, journal):
-        with refused(directory, *unusable):
-            _check_held(directory, force=force)
-        yield journal
-
-
-@contextmanager
-def _taken_away(made: Sequence[Path], journal: Path | None = None) -> Iterator[None]:
-    """Remove the directories made if an error, not an interruption, ends the block."""
-    try:
-        yield
-    except Exception:
-        if journal is None or not holds_measurements(journal):
-            unmake(made)
-        raise
-
-
-def holds_measurements(journal: Path) -> bool:
-    """Return whether a file is a journal with measurements of hardware."""
-    with suppress(InputError, OSError):
-        contents = read_journal(journal)
-        return not contents.header.simulated and bool(contents.measurements)
-    return False
-
-
-def holds_whole_plan(directory: Path) -> bool:
-    """Return whether a directory holds a plan that no interruption cut short."""
-    with suppress(InputError):
-        return (directory / PLAN_FILE).is_file() and not load_plan(directory).cancelled
-    return False
-
-
-def _check_held(directory: Path, *, force: bool | None) -> None:
-    held = {entry.name for entry in directory.iterdir()}
-    where = str(directory)
-    if PLAN_FILE in held:
-        # The search of an interrupted plan goes on.
-        resumed = False
-        with suppress(InputError):
-            resumed = load_plan(directory).cancelled
-        if not force and not resumed:
-            right = "name a new directory" if force is None else "add `force` to replace it"
-            raise InputError(where, "already holds a plan", right)
-        return
-    if held - {JOURNAL_FILE} and not force:
-        right = "name a new directory"
-        right += "" if force is None else ", or add `force` to use this one"
-        raise InputError(where, "is not empty", right)
-    # Without a plan beside them these are not ours to replace.
-    for name in sorted(held & set(FOLDERS)):
-        where = str(directory / name)
-        raise InputError(where, "belongs to no plan", "name a directory without it")

@@ -30,7 +30,7 @@ from tccl_py.plan.chains import AS_GOOD, Order, SubsetRings, sender_nodes
 from tccl_py.plan.plan import Plan
 from tccl_py.planning.choices import own_gbps
 from tccl_py.planning.request import EVERY_SET, Task
-from tccl_py.planning.study import Choice, answer_under
+from tccl_py.planning.study import Candidate, answer_under
 from tccl_py.search.problem import Budget
 
 Answer = TypeVar("Answer")
@@ -109,7 +109,7 @@ def answered(
 
 
 def smaller_sets(
-    task: Task, plan: Plan, best: Choice, *, everywhere: bool
+    task: Task, plan: Plan, best: Candidate, *, everywhere: bool
 ) -> tuple[SubsetRings, ...]:
     """Return what the recommended choice needs to know of smaller sets of GPUs.
 

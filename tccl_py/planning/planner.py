@@ -20,8 +20,8 @@ from tccl_py.nccl.view import view
 from tccl_py.plan.chains import (
     CUT_SHORT,
     Alternative,
+    Choice,
     Order,
-    PlanChoice,
     failure_over,
     plan_chain,
 )
@@ -34,6 +34,7 @@ from tccl_py.planning.choices import (
     rated_choices,
     sound_gpus,
 )
+from tccl_py.planning.handle import PlanHandle, with_methods
 from tccl_py.planning.request import (
     DEFAULT_BUDGET,
     OwnRings,
@@ -45,7 +46,7 @@ from tccl_py.planning.request import (
     task_for,
 )
 from tccl_py.planning.study import (
-    Choice,
+    Candidate,
     JoinedRings,
     Stock,
     assembled,
@@ -298,19 +299,17 @@ def sound_part(task: Task, plan: Plan) -> Iterator[str]:
         listed = ",".join(map(str, gpus))
         yield (
             f"a job on GPUs {listed} alone (CUDA_VISIBLE_DEVICES={listed}) needs no variable: "
-            f"default NCCL {rate:.2f} GB/s ({plan.choices['variables'].provenance})"
+            f"default NCCL {rate:.2f} GB/s ({plan.provenance_of('variables')})"
         )
 
 
-def choice_of(stock: Stock | None, note: str, task: Task) -> PlanChoice:
+def choice_of(stock: Stock | None, note: str, task: Task) -> Choice:
     """Return NCCL's own rings, measured, as a choice of a plan; None is default NCCL, unrated."""
     if stock is None:
         nccl, settings = task.own_choice(task.default_settings), task.default_settings
         fails = failure_over(task.unsound(settings))
-        return PlanChoice(
-            settings=settings, rings=nccl.rings, rate_gbps=None, note=note, fails=fails
-        )
-    return PlanChoice(
+        return Choice(settings=settings, rings=nccl.rings, rate_gbps=None, note=note, fails=fails)
+    return Choice(
         **picked(stock, "settings", "rate_gbps"),
         rings=stock.nccl.rings,
         error=interval(stock.measurement),
@@ -319,7 +318,7 @@ def choice_of(stock: Stock | None, note: str, task: Task) -> PlanChoice:
     )
 
 
-def _final(task: Task, default: Stock, best: Choice) -> tuple[Choice, Measurement]:
+def _final(task: Task, default: Stock, best: Candidate) -> tuple[Candidate, Measurement]:
     """Return the planned choice, measured well; NCCL's own where noise favoured another."""
     with suppress(BudgetSpentError):
         measurement = measured_well(task.source, best.rings)
@@ -343,7 +342,7 @@ def make_plan(
     pinned_env: Mapping[str, str] | None = None,
     own_rings: OwnRings | None = None,
     subsets: bool | None = None,
-) -> Plan:
+) -> PlanHandle:
     """Find the settings and rings that suit the machine best, as far as `source` tells.
 
     >>> from tccl_py.simulator.descriptions import load_bundled
@@ -390,9 +389,10 @@ def make_plan(
         subsets=subsets,
     )
     cluster = single_host(machine, knowledge, indices)
-    return plan_hosts(
+    plan = plan_hosts(
         request, cluster, [source], gpus=indices, own_rings=own_rings, reporter=reporter
     )
+    return with_methods(plan)
 
 
 def make_cluster_plan(
@@ -410,7 +410,7 @@ def make_cluster_plan(
     pinned_env: Mapping[str, str] | None = None,
     gpus_per_job: str | None = None,
     tables: list[KeptTable] | None = None,
-) -> Plan:
+) -> PlanHandle:
     """Find the best settings, chains, NICs and order of hosts for a cluster.
 
     Args:
@@ -447,7 +447,8 @@ def make_cluster_plan(
         ib_gid_index=ib_gid_index,
         gpus_per_job=gpus_per_job,
     )
-    return plan_hosts(request, cluster, sources, kept=kept, reporter=reporter, tables=tables)
+    plan = plan_hosts(request, cluster, sources, kept=kept, reporter=reporter, tables=tables)
+    return with_methods(plan)
 
 
 def _counts(ring_counts: Sequence[int] | None) -> tuple[int, ...] | None:

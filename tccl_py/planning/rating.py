@@ -7,34 +7,32 @@ from collections.abc import Iterable, Sequence
 from contextlib import closing, suppress
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tccl_py.errors import InputError, check_type, counted, require
 from tccl_py.model.cluster import NodeClass
-from tccl_py.model.measurement import BandwidthSource
+from tccl_py.model.measurement import BandwidthSource, Sources
 from tccl_py.model.rings import HopSpace, nics_of, ring_like, ring_set
 from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.nccl.transport import blocks_of_ring
 from tccl_py.plan.chains import WORLD, HostPath, Order, Orders, PlanChain, condensed
-from tccl_py.plan.directory import class_view, write_plan
+from tccl_py.plan.directory import write_plan
+from tccl_py.plan.machine_files import class_view
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.retuning import path_space
 from tccl_py.plan.tables import KeptTable, table_files
-from tccl_py.planning.opening import output_directory
+from tccl_py.planning.output import output_directory
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.bench import Bench, bench_for
 from tccl_py.sources.journal import JournalFile
-
-if TYPE_CHECKING:
-    from tccl_py.plan.plan import Sources
 
 _Like = tuple[Order, PlanChain]
 """An order of GPUs, and the planned chain that it is like."""
 
 
 def rate_of_rings(plan: Plan, rings: Orders, settings: Settings | None, source: Sources) -> float:
-    """Return the bandwidth of a set of rings, GB/s; see `Plan.rate`."""
+    """Return the bandwidth of a set of rings, GB/s; see `PlanHandle.rate`."""
     check_type(settings, "settings", Settings, type(None))
     settings = plan.settings if settings is None else check_settings(settings)
     parts = zip(*(_chains(plan, order) for order in _orders(rings)), strict=True)
@@ -135,7 +133,7 @@ def _chains(plan: Plan, order: Order) -> list[Order]:
 def write_directory(
     plan: Plan, directory: Path, source: Sources, tables: Iterable[KeptTable]
 ) -> None:
-    """Write a plan, its journal and its models into a new or empty directory; see `Plan.write`."""
+    """Write a plan, its journal and its models; see `PlanHandle.write`."""
     benches = benches_of(plan, source)
     first, names = benches[0], [node_class.name for node_class in plan.cluster.classes]
     with output_directory(directory, force=None) as journal:

@@ -19,15 +19,15 @@ from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.versions import unchecked, version_facts
 from tccl_py.nccl.view import NcclView
 from tccl_py.plan.chains import (
+    Choice,
     HostPath,
     Order,
     PlanChain,
-    PlanChoice,
     PlannedHost,
     condensed,
     is_at_bound,
 )
-from tccl_py.plan.directory import path_types
+from tccl_py.plan.machine_files import path_types
 from tccl_py.plan.plan import Plan
 from tccl_py.planning.request import PlanRequest, Rings, Task
 from tccl_py.search.problem import SearchResult
@@ -41,7 +41,7 @@ CAREFUL = 8
 """Measurements of stock's rings and of the plan's where samples spread."""
 
 
-class Choice(msgspec.Struct, frozen=True, kw_only=True):
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """Settings with the best ring set found under them; `result` is None without a search.
 
     `searched` are the settings of the search: channels and FIFO size may differ by now.
@@ -71,13 +71,15 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(ring.gpus for ring in self.rings.rings)
 
 
-def choice_found(settings: Settings, result: SearchResult) -> Choice:
+def candidate_of(settings: Settings, result: SearchResult) -> Candidate:
     """Return the result of a search under these settings as a choice."""
     rings, rate = result.rings, result.rate_gbps
-    return Choice(settings=settings, rings=rings, rate_gbps=rate, result=result, searched=settings)
+    return Candidate(
+        settings=settings, rings=rings, rate_gbps=rate, result=result, searched=settings
+    )
 
 
-class Stock(Choice, frozen=True, kw_only=True):
+class Stock(Candidate, frozen=True, kw_only=True):
     """NCCL's own choice with its rings, and their measurement."""
 
     nccl: DefaultChoice
@@ -240,7 +242,7 @@ def assembled(
     cluster: Cluster,
     class_gpus: Sequence[tuple[int, ...]],
     joined: JoinedRings,
-    rated: tuple[PlanChoice, PlanChoice],
+    rated: tuple[Choice, Choice],
     request: PlanRequest,
     *,
     views: Sequence[NcclView],

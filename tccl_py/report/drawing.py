@@ -21,7 +21,7 @@ from tccl_py.model.machine import Machine
 from tccl_py.model.rings import Ring
 from tccl_py.plan.chains import PlanChain
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.text import has_stand_ins, settings_words
+from tccl_py.plan.text import description, has_stand_ins, settings_words
 from tccl_py.report.contents import HeatMap, cell_colours, cell_text
 from tccl_py.report.hops import (
     DrawnHop,
@@ -158,7 +158,7 @@ def drawing(
             lines.append(f"{subject.rate_gbps:.2f} GB/s by the plan")
         parts = [Part(y=_LINE * len(lines) + 8, layout=ring.layout, hops=ring.hops)]
     elif isinstance(subject, Plan):
-        lines = repr(subject).splitlines()
+        lines = description(subject).splitlines()
         parts = list(_plan_parts(subject, _LINE * len(lines) + 8))
     else:
         lines, node = [subject.name], node_view(subject)

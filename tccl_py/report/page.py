@@ -24,6 +24,7 @@ from tccl_py.plan.plan import Plan
 from tccl_py.plan.size_choices import size_notes
 from tccl_py.plan.text import (
     CHOICE_WORDS,
+    advice,
     assumptions,
     choice_words,
     has_stand_ins,
@@ -63,6 +64,7 @@ def report_html(contents: Contents) -> str:
             generator=Markup(_GENERATOR),
             plan=plan,
             name=plan_name(plan),
+            advice=advice(plan),
             contents=contents,
             # Facts
             facts=(plan_name(plan), choice_words(plan.recommended, plan.job_settings)),
@@ -173,13 +175,13 @@ def _node(contents: Contents, number: int) -> NodeView:
 def provenance_lines(contents: Contents) -> Iterator[str]:
     """Yield a line for each kind of source of the rates and facts in the report."""
     plan = contents.plan
-    of = f"{plan.choices['graph'].provenance}, a prediction of bus bandwidth"
+    of = f"{plan.provenance_of('graph')}, a prediction of bus bandwidth"
     cost = dict(summary(plan))["cost"]
     yield f"Rings, hops and bounds: {of}; {cost}; search {plan.strategy}."
     if texts := assumptions(plan):
         yield f"Assumed: {'; '.join(texts)}."
     default = plan.choices["default"]
-    yield f"Default NCCL: {default.provenance}. {default.note}"
+    yield f"Default NCCL: {plan.provenance_of('default')}. {default.note}"
     if contents.verification is not None and contents.verification.achieved:
         yield "Achieved rates: measured with NCCL (verify.json)."
     if contents.journal is not None:

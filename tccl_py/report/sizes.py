@@ -12,17 +12,17 @@ import msgspec
 from tccl_py.errors import counted, size_text
 from tccl_py.experiments.record import Verification
 from tccl_py.experiments.size_table import SizeRow, SizeTuning, covers
-from tccl_py.experiments.spec import GIB, KIB, MIB, Choice, Row
+from tccl_py.experiments.spec import GIB, KIB, MIB, Row, TunerChoice
 from tccl_py.files import picked
 from tccl_py.nccl.tuner import TunerEntry
 from tccl_py.report.tables import Column, Columns, lines
 from tccl_py.statistics import Interval, median_interval, ratio_interval, ratios_of
 
 
-def choice_text(choice: Choice | TunerEntry) -> str:
+def choice_text(choice: TunerChoice | TunerEntry) -> str:
     """Return a choice as text.
 
-    >>> choice_text(Choice(algorithm="ring", protocol="ll", channels=8))
+    >>> choice_text(TunerChoice(algorithm="ring", protocol="ll", channels=8))
     'ring ll 8'
     """
     return f"{choice.algorithm} {choice.protocol} {choice.channels or 'any'}"

@@ -15,8 +15,8 @@ from tccl_py.nccl.communicators import Question, same_rings, transport_of
 from tccl_py.nccl.cost_model import cost_model
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.view import view
-from tccl_py.plan.directory import graph_text
 from tccl_py.plan.load import load_plan
+from tccl_py.plan.machine_files import graph_text
 from tccl_py.plan.size_choices import SIZES, size_model
 from tccl_py.planning.installed_nccl import why_not_asked
 from tccl_py.readers.live import discover_machine

@@ -18,7 +18,7 @@ import pytest
 from tccl_py.experiments.record import Verification
 from tccl_py.nccl.communicators import parse_log, same_rings
 from tccl_py.nccl.settings import environment
-from tccl_py.plan.load import load_plan
+from tccl_py.planning.handle import load_plan
 from tests.gpu.ranks import REPOSITORY, run_ranks
 from tests.skips import needs
 

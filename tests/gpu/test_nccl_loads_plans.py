@@ -20,8 +20,8 @@ from tccl_py.nccl.system import PathType
 from tccl_py.nccl.transport import final_channels, pair_mechanism
 from tccl_py.nccl.validator import validate
 from tccl_py.nccl.view import view
-from tccl_py.plan.directory import graph_text
 from tccl_py.plan.load import load_plan
+from tccl_py.plan.machine_files import graph_text
 from tccl_py.readers.live import discover_machine
 from tccl_py.readers.nccl_topology import read_nccl_topology
 from tests.gpu.ranks import REAL, REPOSITORY, run_ranks

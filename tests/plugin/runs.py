@@ -24,7 +24,7 @@ from tccl_py.nccl.tuner import (
     tune_lines,
 )
 from tccl_py.nccl_library import NAME, installed_nccls
-from tccl_py.plan.directory import graph_text
+from tccl_py.plan.machine_files import graph_text
 from tests.plugin.ranks import Made, Record, Spec
 from tests.skips import needs
 

@@ -11,7 +11,7 @@ from tccl_py.nccl.plugin.index import INDEX_VARIABLE
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.tuner import TunerEntry, TunerTable
 from tccl_py.nccl.versions import NEWER_VARIABLE
-from tccl_py.plan.directory import graph_text
+from tccl_py.plan.machine_files import graph_text
 from tests.plugin.runs import make_plan
 
 NCCL = "2.33.1"
