@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from tccl_py.errors import InputError, SearchError
 from tccl_py.merge.cables import MAX_DEALINGS, cabled_ring
 from tccl_py.model.cluster import Cable, cabled_nics
-from tccl_py.readers.cables import cables_of, cables_of_lldp, cables_of_subnets, subnet_prefix
+from tccl_py.readers.cables import (
+    cables_of,
+    cables_of_lldp,
+    cables_of_subnets,
+    check_no_cables,
+    doubts_of_addresses,
+    subnet_prefix,
+    used_functions,
+)
 from tccl_py.readers.lldp import Neighbour, neighbours
 from tccl_py.readers.switches import parse_switch_yaml
 from tccl_py.readers.sysfs import HostFiles
@@ -317,6 +325,86 @@ def test_rails_of_a_switch_are_no_cables():
 )
 def test_addresses_that_leave_doubt_tell_no_cables(hosts):
     assert cables_of_subnets(addresses(**hosts)) == ()
+
+
+def ring_of_three(address):
+    """Three hosts in a ring, each by functions 0, 2 to functions 1, 3 of the next.
+
+    `address(cable, function, end)` is that of an end: a cable's function is 0 or 1, its end 0 or 1.
+    """
+    hosts: dict[str, dict[int, str]] = {host: {} for host in "abc"}
+    for cable, function in itertools.product(range(3), range(2)):
+        for end, host in enumerate("abc"[cable] + "abc"[(cable + 1) % 3]):
+            hosts[host][2 * function + end] = address(cable, function, end)
+    return hosts
+
+
+def test_functions_of_a_port_may_share_the_subnet_of_their_cable_and_the_first_carries_all():
+    # As NVIDIA addresses them.
+    hosts = ring_of_three(lambda cable, function, end: f"10.0.{cable}.{2 * function + end + 1}/24")
+    cables = cables_of_subnets(hosts)
+    assert {(end.host, end.nics) for cable in cables for end in cable.ends} == {
+        (host, nics) for host in "abc" for nics in ((0, 2), (1, 3))
+    }
+    used = used_functions(cables, hosts)
+    assert {(end.host, end.nics) for cable in used for end in cable.ends} == {
+        (host, nics) for host in "abc" for nics in ((0,), (1,))
+    }
+    (doubt,) = doubts_of_addresses(hosts)
+    assert all(part in doubt for part in ("a and b", "/24 each", "/25 each"))
+    assert subnet_prefix(used, hosts, where="x") is None
+
+
+@pytest.mark.parametrize("bits", [24, 25])
+def test_functions_with_a_subnet_each_are_all_used(bits):
+    """A /24 for each pair of functions, or a /25 each of the cable's /24."""
+
+    def address(cable, function, end):
+        wide = f"10.{cable}.{function}.{end + 1}/24"
+        return wide if bits == 24 else f"10.0.{cable}.{128 * function + end + 1}/25"
+
+    hosts = ring_of_three(address)
+    cables = cables_of_subnets(hosts)
+    assert len(cables) == 6
+    assert used_functions(cables, hosts) == cables
+    assert not list(doubts_of_addresses(hosts))
+    assert subnet_prefix(cables, hosts, where="x") == (None if bits == 24 else 25)
+
+
+def test_link_local_addresses_tell_no_cables_and_are_doubted():
+    hosts = addresses(
+        **{host: [f"169.254.0.{n}/16", f"169.254.1.{n}/16"] for n, host in enumerate("abc")}
+    )
+    assert cables_of_subnets(hosts) == ()
+    (doubt,) = doubts_of_addresses(hosts)
+    assert "169.254.0.0/16" in doubt
+
+
+@pytest.mark.parametrize(
+    ("hosts", "alone"),
+    [
+        ({"a": ["10.0.0.1"], "b": ["10.0.0.2"], "c": ["10.0.1.1"]}, "c share no subnet"),
+        ({"a": ["10.0.0.1", "10.0.0.2"], "b": ["10.0.0.3"], "c": ["10.0.1.1"]}, "a and b"),
+    ],
+)
+def test_hosts_whose_subnets_join_two_each_are_not_planned_as_at_a_switch(hosts, alone):
+    with pytest.raises(InputError, match=r"10\.0\.0\.0/24.*") as refused:
+        check_no_cables(addresses(**hosts), where="this MPI job")
+    assert alone in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "hosts",
+    [
+        {host: ["10.0.0.{n}", "10.0.1.{n}"] for host in "abc"},
+        {"a": ["10.0.0.1"], "b": ["10.0.0.2"]},
+        {"a": ["10.0.0.1"], "b": ["10.0.1.1"], "c": ["10.0.2.1"]},
+        {"a": [], "b": [], "c": []},
+    ],
+)
+def test_hosts_of_a_switch_and_hosts_without_addresses_may_be_planned_so(hosts):
+    filled = {h: [one.format(n=n) for one in each] for n, (h, each) in enumerate(hosts.items())}
+    check_no_cables(addresses(**filled), where="x")
 
 
 # Cables that LLDP tells

@@ -35,7 +35,10 @@ from tccl_py.readers.cables import (
     cables_of,
     cables_of_lldp,
     cables_of_subnets,
+    check_no_cables,
+    doubts_of_addresses,
     subnet_prefix,
+    used_functions,
 )
 from tccl_py.readers.hosts import HostSlots, listed_hosts
 from tccl_py.readers.switches import read_switches
@@ -191,9 +194,10 @@ def _of_job(
         for text in texts:
             say(text)
 
-    doubts = doubts_of_links(proofs)
-    say_each(doubts)
     cluster = cluster_of_job(source, request.switches, known, proofs)
+    addressed = doubts_of_addresses(addresses_of(source)) if cluster.cables else ()
+    doubts = (*doubts_of_links(proofs), *addressed)
+    say_each(doubts)
     bits = subnet_prefix(cluster.cables, addresses_of(source), where="this MPI job")
     bits = bits or request.subnet_prefix
     asked = msgspec.structs.replace(
@@ -315,6 +319,8 @@ def _cluster(
         rails = "any" if known is None else known.rails
         cluster = cluster_of(reports, rails=rails, where=where, known=known)
         cables = () if known else cables_of_subnets(addresses or {}) or cables_of_lldp(heard or {})
+        if not (cables or known):
+            check_no_cables(addresses or {}, where=where)
     else:
         names = [*(known.names if known else ()), *(report.host for report in reports)]
         network = read_switches(switches, dict.fromkeys(names))
@@ -323,6 +329,7 @@ def _cluster(
         machines = {host.name: cluster.classes[host.node_class].machine for host in cluster.hosts}
         cables = cables_of(network.ports, machines)
         subnet_prefix(cables, addresses or {}, where=str(switches))
+    cables = used_functions(cables, addresses or {})
     if not cables:
         return cluster
     # Hosts with cables at other NICs are of other classes.

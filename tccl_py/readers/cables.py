@@ -15,7 +15,7 @@ outside the job.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from ipaddress import IPv4Interface, IPv4Network
 from typing import Annotated
 
@@ -148,7 +148,8 @@ Addresses = Mapping[str, Mapping[int, str]]
 def cables_of_subnets(addresses: Addresses) -> tuple[Cable, ...]:
     """Return the cables between NICs of three hosts or more, where each has a subnet of its own.
 
-    There are none where a subnet has more than two NICs, as the rails of a switch have.
+    There are none where a subnet joins more than two hosts, as the rails of a switch do. Functions
+    of a port may share the subnet of their cable, as many at both ends.
 
     >>> ends = {"a": ["10.0.1.1/24", "10.0.3.1/24"], "b": ["10.0.1.2/24", "10.0.2.1/24"]}
     >>> ends["c"] = ["10.0.2.2/24", "10.0.3.2/24"]
@@ -156,17 +157,79 @@ def cables_of_subnets(addresses: Addresses) -> tuple[Cable, ...]:
     >>> [[(end.host, end.nics) for end in cable.ends] for cable in cables]
     [[('a', (0,)), ('b', (0,))], [('a', (1,)), ('c', (1,))], [('b', (1,)), ('c', (0,))]]
     """
-    members: dict[object, list[tuple[str, int]]] = {}
-    for host, nics in addresses.items():
-        for nic, text in nics.items():
-            if (address := _interface(text)) is not None:
-                members.setdefault(address.network, []).append((host, nic))
-    joined = [ends for ends in members.values() if len(ends) > 1]
-    pairs = [ends for ends in joined if len({host for host, _ in ends}) == len(ends) == 2]
-    hosts = {host for ends in pairs for host, _ in ends}
+    joined = [ends for ends in _by_subnet(addresses).values() if len(ends) > 1]
+    pairs = [ends for ends in joined if len(ends) == 2 and len({*map(len, ends.values())}) == 1]
+    hosts = {host for ends in pairs for host in ends}
     if len(addresses) < 3 or len(pairs) < len(joined) or hosts != addresses.keys():
         return ()
-    return tuple(Cable.between(a, [x], b, [y]) for (a, x), (b, y) in pairs)
+    return tuple(
+        Cable.between(a, nics, b, others)
+        for (a, nics), (b, others) in (ends.items() for ends in pairs)
+    )
+
+
+def _by_subnet(addresses: Addresses) -> dict[IPv4Network, dict[str, list[int]]]:
+    """Return the NICs in each subnet, by host."""
+    members: dict[IPv4Network, dict[str, list[int]]] = defaultdict(dict)
+    for host, nics in addresses.items():
+        for nic, text in sorted(nics.items()):
+            if (address := _interface(text)) is not None:
+                members[address.network].setdefault(host, []).append(nic)
+    return members
+
+
+def check_no_cables(addresses: Addresses, *, where: str) -> None:
+    """Check that hosts of which no cable is known may be at a switch.
+
+    Raises InputError: of three hosts or more no subnet has more than two, and one has two.
+    """
+    joined = [ends for ends in _by_subnet(addresses).items() if len(ends[1]) > 1]
+    if len(addresses) > 2 and joined and all(len(ends) == 2 for _, ends in joined):
+        network, pair = joined[0]
+        alone = sorted(addresses.keys() - {host for _, ends in joined for host in ends})
+        fault = f"{' and '.join(pair)} share {network}, as by a cable"
+        fault += f", and {', '.join(alone[:_NAMED])} share no subnet" if alone else ""
+        raise InputError(where, fault, "name the cables, or the switch, in a file for `switches`")
+
+
+def used_functions(cables: Iterable[Cable], addresses: Addresses) -> tuple[Cable, ...]:
+    """Return cables with those functions that NCCL finds: of a subnet the first.
+
+    By subnet-aware routing it sends by the first NIC in the subnet of the other end.
+    """
+    return tuple(_with_functions(cable, addresses) for cable in cables)
+
+
+def _with_functions(cable: Cable, addresses: Addresses) -> Cable:
+    one, other = cable.ends
+    kept: dict[object, tuple[int, int]] = {}
+    for near, far in zip(one.nics, other.nics, strict=True):
+        address = _interface(addresses.get(one.host, {}).get(near, ""))
+        kept.setdefault(address.network if address else near, (near, far))
+    nears, fars = zip(*kept.values(), strict=True)
+    return Cable.between(one.host, nears, other.host, fars)
+
+
+def doubts_of_addresses(addresses: Addresses) -> Iterator[str]:
+    """Yield what NCCL makes of addresses that do not tell functions or cables apart."""
+    subnets = _by_subnet(addresses).items()
+    local = [network for network, ends in subnets if network.is_link_local and len(ends) > 1]
+    if local:
+        yield (
+            f"NICs have link-local addresses ({local[0]}), which tell no cable and are one subnet "
+            "to NCCL: give the ends of each cable a /24 of their own"
+        )
+    shared = [
+        " and ".join(ends)
+        for network, ends in subnets
+        if network not in local and len(ends) == 2 and min(map(len, ends.values())) > 1
+    ]
+    if shared:
+        yield (
+            f"functions of a port share a subnet on the cable of {'; '.join(shared[:_NAMED])}: "
+            "NCCL sends all by the first of them. For all of the port give each pair of functions "
+            "a subnet of its own: a /24 each, or a /25 each of the cable's /24"
+        )
 
 
 Heard = Mapping[str, Mapping[int, tuple[str, Sequence[Neighbour]]]]
