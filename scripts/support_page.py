@@ -1,4 +1,4 @@
-"""Write the generated tables of docs/support.md: from tccl_py.nccl.versions and pyproject.toml.
+"""Write the generated tables of docs/features.md: from tccl_py.nccl.versions and pyproject.toml.
 
 usage: python -m scripts.support_page
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tccl_py.nccl.versions import unchecked, version_facts, why_no_plugin
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "support.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "features.md"
 MARK = "<!-- tables by python -m scripts.support_page -->\n"
 RELEASES = (
     "2.18.3", "2.21.5", "2.27.7", "2.28.3", "2.28.9", "2.29.7", "2.30.7", "2.31.2",

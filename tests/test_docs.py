@@ -218,7 +218,7 @@ def sentences(text: str) -> list[str]:
     return [one for part in parts for one in re.split(r"(?<=[.!?])\s+(?=[A-Z*\[])", part)]
 
 
-FIRST = [ROOT / "README.md", *(DOCS / f"{name}.md" for name in ("index", "features", "machines"))]
+FIRST = [ROOT / "README.md", *(DOCS / f"{name}.md" for name in ("index", "features"))]
 
 
 @pytest.mark.parametrize(

@@ -256,7 +256,7 @@ def test_the_image_has_no_complaint_of_hadolint():
 
 
 def test_expected_gains_are_those_of_the_reference_plans():
-    text = (ROOT / "docs" / "machines.md").read_text()
+    text = (ROOT / "docs" / "features.md").read_text()
     rows = re.findall(
         r"^\| [^|]+ \| ([a-z0-9-]+) \| ([A-Za-z ]+) \| ([0-9.]+) \| simulated", text, re.MULTILINE
     )
