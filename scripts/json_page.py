@@ -195,7 +195,9 @@ class Compared(Keys, kw_only=True):
     """A timed row of an arm beside default NCCL; `ratio` above 1 is faster."""
 
     bytes: int | UnsetType = UNSET
-    mode: Annotated[str | UnsetType, says("of a training step, in place of `bytes`")] = UNSET
+    mode: Annotated[
+        str | UnsetType, says("of a training step, in place of `bytes`; `copy` by copy engines")
+    ] = UNSET
     groups: Annotated[
         list[list[int]] | UnsetType,
         says("members of smaller communicators: GPUs, or ranks of several hosts"),
@@ -211,6 +213,9 @@ class Compared(Keys, kw_only=True):
         says("of a choice: `open` if a loss of 5 % might not have been seen"),
     ]
     collective: Annotated[str | UnsetType, says("of `transfers`")] = UNSET
+    beside: Annotated[list[Any] | UnsetType, says("of `transfers`: a GEMM that runs at once")] = (
+        UNSET
+    )
 
 
 class SameRings(Keys, kw_only=True):
@@ -406,50 +411,6 @@ class Pair(Keys, kw_only=True):
     dry_run: bool
 
 
-class TimeSpan(Keys, kw_only=True):
-    """A median and its 95 % interval; the whole range of fewer than 6 repeats."""
-
-    median_ms: float
-    low_ms: float
-    high_ms: float
-
-
-class PairTimes(Keys, kw_only=True):
-    """A set of pairs."""
-
-    by: Annotated[str, says("`nccl`, `gloo` or `memcpy`")]
-    mode: Literal["sequential", "concurrent"]
-    set: list[str]
-    message: Annotated[list[TimeSpan], says("one message of each pair")]
-    total: Annotated[TimeSpan, says("all of them")]
-
-
-class GemmTimes(Keys, kw_only=True):
-    """A transfer beside a GEMM."""
-
-    by: str
-    mode: Literal["sequential", "concurrent"]
-    transfer: Annotated[str, says("a pair, or `all-reduce`")]
-    transfer_time: TimeSpan
-    product_time: Annotated[TimeSpan, says("of the GEMM")]
-    total: TimeSpan
-
-
-class Overlap(Keys, kw_only=True):
-    """`tccl overlap --json`."""
-
-    backend: Literal["nccl", "gloo"]
-    dry_run: bool
-    gpus: list[int]
-    gpu: Annotated[str, says("its name")]
-    torch: str
-    message_bytes: int
-    messages: Annotated[int, says("of each transfer")]
-    repeats: int
-    pairs: list[PairTimes]
-    products: list[GemmTimes]
-
-
 class Judged(Keys, kw_only=True):
     """`tccl validate --json`."""
 
@@ -466,7 +427,6 @@ COMMANDS: Mapping[str, Any] = {
     "advise": Advice,
     "measure": list[Measured],
     "pairs": list[Pair],
-    "overlap": Overlap,
     "diff": list[Difference],
     "doctor": Diagnosis,
     "hosts": HostsCompared,

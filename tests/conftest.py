@@ -60,7 +60,6 @@ SLOWEST_FIRST = (
     "test_jobs_against_nccl.py",
     "test_size_tuning.py",
     "test_stand_in.py",
-    "test_overlap.py",
     "test_graph_files_against_nccl.py",
     "test_children.py",
     "test_readme.py",

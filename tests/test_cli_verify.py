@@ -18,6 +18,7 @@ from tccl_py.experiments.spec import WrongValue
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.staging import locked
+from tccl_py.plan.text import advice
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.workloads.workload import Workload, WorkloadRow, write_workload
 from tests.planned import as_only
@@ -36,7 +37,7 @@ ARM_KEYS = [
     "checked", "wrong", "rings", "failure",
 ]  # fmt: skip
 SIZE_KEYS = ["bytes", "us", "gbps", "ratio", "low", "high", "verdict", "harm"]
-TRANSFER_KEYS = ["bytes", "collective", "groups", *SIZE_KEYS[1:]]
+TRANSFER_KEYS = ["bytes", "collective", "groups", "mode", "beside", *SIZE_KEYS[1:]]
 
 
 def tccl(*arguments):
@@ -130,6 +131,23 @@ def test_a_dry_run_has_sizes_and_seconds_for_a_laptop(place, jobs):
     assert (kept.arms[0].sizes[0].bytes, kept.arms[0].sizes[-1].bytes) == (1024, 4 << 20)
     assert {row.bytes for row in kept.arms[1].transfers} == {64 << 10, 1 << 20}
     assert (budget_of("host").seconds, budget_of(None)) == (30.0, RunBudget())
+
+
+def test_all_rows_are_shown_and_copy_engines_decide_nothing(place, jobs):
+    ratio = {"jitter": lambda row: 0.3 if row.mode == "copy" else 0.0}
+    jobs(lambda _: 1.0, variables=lambda _: 1.3, **ratio)
+    words = ("--backend", "host", "--rounds", "6", "--all", "--sizes", "1M")
+    found = json.loads(tccl("verify", place, *words, "--json").stdout)
+    assert found["winner"] == "variables"
+    for arm in found["arms"][:2]:
+        rows = {(row["collective"], row["mode"], bool(row["beside"])) for row in arm["transfers"]}
+        assert {("send", "copy", True), ("send", "", False), ("all_reduce", "", True)} <= rows
+        copies = [row for row in arm["transfers"] if row["mode"] == "copy"]
+        assert [row["harm"] for row in copies] == [None, None]
+    shown = tccl("verify", place, *words).stdout
+    assert "default: copies by copy engines beside a GEMM over GPUs 0,1: 1 MiB" in shown
+    assert "variables: all-reduce beside a GEMM: 1 MiB 1." in shown
+    assert "variables: copies" not in shown
 
 
 def test_one_choice_is_compared_alone(place, jobs):
@@ -318,7 +336,7 @@ def test_of_settings_that_gain_those_that_slow_no_send_recv_are_taken_first(
     after = load_plan(place)
     assert (after.recommended, after.variables.settings.buffsize) == (recommended, buffsize << 10)
     # What gains and slows send/recv is offered, with what it slows.
-    assert ("send/recv of 64 KiB, 1 MiB, 64 MiB (0.75)" in after.advice) == (buffsize == 256)
+    assert ("send/recv of 64 KiB, 1 MiB, 64 MiB (0.75)" in advice(after)) == (buffsize == 256)
     answer = json.loads(found.stdout)
     tried = {one["settings"].get("buffsize"): one["transfer_ratio"] for one in answer["tried"]}
     assert tried[256 << 10] == pytest.approx(0.75, rel=0.02)

@@ -3,14 +3,17 @@
 What needs torch runs over gloo, and is skipped by name where torch is not installed.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
+from unittest.mock import MagicMock
 
 import msgspec
 import pytest
@@ -19,6 +22,7 @@ from tccl_py.errors import MeasurementError
 from tccl_py.experiments.calls import Tensors, transfers
 from tccl_py.experiments.collectives import COLLECTIVES, Collective
 from tccl_py.experiments.jobs import Arm, HostRanks, Launcher, LocalRunner, rank_environment
+from tccl_py.experiments.rounds import RunBudget
 from tccl_py.experiments.spec import (
     BATCHES,
     Contest,
@@ -29,6 +33,7 @@ from tccl_py.experiments.spec import (
     rows_of,
     training_rows,
 )
+from tccl_py.experiments.together import ThreadStopwatch, time_beside
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.tuner import COLLECTIVES as TUNED
 from tccl_py.rank_processes.forkserver import ForkServer
@@ -309,17 +314,43 @@ def test_rows_of_a_workload_have_all_its_dtypes_and_calls(server):
 
 
 @needs_torch
-def test_rows_of_a_set_run_alone_and_at_once_in_groups_of_their_own(server):
-    pairs, ring = ((0, 1), (2, 3)), ((3, 1, 0),)
-    other = Row(bytes=64, collective="all_to_all", groups=ring)
-    contest = Contest(calls=2, rounds=3)
-    spec = JobSpec(rows=(Row(bytes=64, groups=pairs, beside=(other,), contest=contest),))
-    results = run_job(spec, 4, server=server).results
+def test_all_collectives_all_pairs_and_rows_beside_a_gemm_and_by_copies_are_timed(server):
+    rows = RunBudget(sizes=(1024,)).further_rows(3, pairs=True, copies=True)
+    assert {row.collective for row in rows} == set(COLLECTIVES)
+    pairs = [group for row in rows if len(row.groups) == 1 and not row.mode for group in row.groups]
+    assert set(pairs) == {(0, 1), (0, 2), (1, 2)}
+    results = run_job(JobSpec(rows=rows, seconds=0.001), 3, server=server).results
     for rank, result in enumerate(results):
-        (times,) = result.times
-        for field in ("seconds", "beside"):
-            counts = [len(getattr(variant, field)) for variant in times.variants]
-            assert counts == [3, 0 if rank == 2 else 3]
+        assert [times.row for times in result.times] == list(rows)
+        for times in result.times:
+            groups = times.row.groups
+            inside = not groups or rank in groups[0][: 1 if times.row.mode else None]
+            assert (bool(times.seconds), times.fault) == (inside, "")
+    assert sum(bool(row.beside) for row in rows) == 3
+
+
+def test_copied_bytes_are_compared():
+    torch = MagicMock()
+    torch.full.return_value.__eq__ = lambda *_: MagicMock(all=lambda: False)
+    device = SimpleNamespace(type="cpu", index=None)
+    own = Communicator(torch=torch, dist=MagicMock(), rank=0, members=(0, 1), device=device)
+    row = Row(collective="send", bytes=8, mode="copy", groups=((0, 1),))
+    times = time_beside(own, contextlib.nullcontext, row)
+    assert times.fault == "GPU 1 got other bytes than 0 sent" and len(times.seconds) == BATCHES
+
+
+def test_pieces_of_work_run_at_the_same_time():
+    # Each waits for the other: run one after the other, they would never meet.
+    meeting = threading.Barrier(2)
+    first, second = lambda: meeting.wait(100), lambda: (meeting.wait(100), time.sleep(0.1))
+    times = ThreadStopwatch().together([first, second])
+    assert times[0] > 0
+    assert times[1] >= 0.1
+
+
+def test_an_error_in_a_piece_of_work_is_not_lost():
+    with pytest.raises(ZeroDivisionError):
+        ThreadStopwatch().together([lambda: 1 / 0, lambda: None])
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,6 @@ COMMANDS = {
     "advise": ("health:advise", "Say in ten lines what to try first on a machine."),
     "discover": ("machines:discover", "Describe a machine, or list the bundled models."),
     "measure": ("measure:measure", "Measure how fast transfers are that run at the same time."),
-    "overlap": ("overlap:overlap", "Time transfers one after the other, together, beside a GEMM."),
     "plan": ("plan:plan", "Find the best rings for a machine or a cluster, and write the files."),
     "show": ("show:show", "Show a plan, what slows it (--why), or how two differ."),
     "report": ("show:report", "Write a plan as one HTML page."),

@@ -112,8 +112,8 @@ def plan(
     """Find the best rings for a machine or a cluster, and write the files that make NCCL use them.
 
     Rates are measured on idle GPUs, of this machine or, under mpirun or srun, of the job's hosts;
-    with --simulate they come from a model. After Ctrl-C the best plan so far is written, and the
-    same command resumes from the journal in DIR. Hosts that are not in the plan of DIR are added.
+    with --simulate they come from a model. Hosts that the plan in DIR lacks are added. After Ctrl-C
+    the best plan so far is written, and the same command resumes.
 
     Examples:
 

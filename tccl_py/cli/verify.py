@@ -71,6 +71,9 @@ def verify(
     seconds: float | None = opt("S", "No round after this but the first 7; 300, in a dry run 30."),
     collective: str = opt("NAME", f"One of {', '.join(_COLLECTIVES)}.", default="all_reduce"),
     training: bool = flag("--training", "Also time steps of a small GPT."),
+    every: bool = flag(
+        "--all", "Also time more collectives, all pairs, copy engines, and rows beside a GEMM."
+    ),
     tune: bool = flag("--tune", "Keep better settings: 10 minutes or more."),
     no_checks: bool = flag("--no-checks", "Do not compare results' values."),
     pin_env: list[str] | None = opt("NCCL_NAME", "Variables that all jobs get."),
@@ -91,6 +94,7 @@ def verify(
 
         tccl verify my-plan
         tccl verify my-plan --choice variables --sizes 64M,256M,1G --rounds 20
+        tccl verify my-plan --all
         tccl verify my-plan --workload job.json
         tccl verify my-plan --with all_reduce_perf
         mpirun -N 1 tccl verify my-cluster
@@ -107,6 +111,7 @@ def verify(
         refuse(
             {
                 "--training": training,
+                "--all": every,
                 "--tune": tune,
                 "--backend": backend,
                 "--workload": workload,
@@ -123,6 +128,7 @@ def verify(
         collectives=(cast(Collective, collective),),
         checks=not no_checks,
         training=training,
+        every=every,
         only=cast("ChoiceName | None", choice),
     )
     if program is not None:

@@ -163,7 +163,9 @@ def table_of(launcher: Launcher, jobs: Sequence[tuple[ChoiceName, Outcome]]) -> 
         judged = again if name not in (names[0], AGAIN) else {}
         table[name] = {}
         for (row, seconds), ratio in zip(rows.items(), ratios, strict=True):
-            loss = harm(seconds, baseline[row], again[row]) if row in judged else None
+            # No choice changes what copy engines do.
+            counts = row in judged and row.mode != "copy"
+            loss = harm(seconds, baseline[row], again[row]) if counts else None
             table[name][row] = timed(launcher, row, seconds, ratio, loss)
     return table
 
@@ -178,7 +180,7 @@ def timed(
     """Return a row of a launcher's jobs with these seconds, one value a job."""
     of = launcher.members
     return Timed(
-        **picked(row, "collective", "dtype", "bytes", "mode"),
+        **picked(row, "collective", "dtype", "bytes", "mode", "beside"),
         groups=tuple(tuple(of[rank] for rank in group) for group in row.groups),
         seconds=seconds,
         gbps=row.bus_gbps(launcher.world, statistics.median(seconds)),

@@ -103,12 +103,11 @@ def _times(
             return
         contest = row.contest
         if isinstance(contest, Contest):
-            if contest.calls:
-                yield time_beside(communicator, row, contest)
-            else:
-                yield time_contest(communicator, slot, row, contest)
+            yield time_contest(communicator, slot, row, contest)
         elif row.trains:
             yield train(row)
+        elif row.beside or row.mode:
+            yield time_beside(communicator, slot, row)
         elif row.groups and not _splits():
             _leave_slots(slot, 1 + BATCHES)
             yield batches(row, ())

@@ -10,10 +10,10 @@ import msgspec
 
 from tccl_py.delivery.delivered import RingsFound
 from tccl_py.errors import InputError, size_text
-from tccl_py.experiments.collectives import COLLECTIVE_WORDS, Collective
+from tccl_py.experiments.collectives import COLLECTIVE_WORDS
 from tccl_py.experiments.communication import Communication
 from tccl_py.experiments.comparison import EQUAL, LEAST_ROUNDS, MAX_ROUNDS, Compared, Timed, compare
-from tccl_py.experiments.spec import Groups, WrongValue, is_large
+from tccl_py.experiments.spec import Groups, Row, WrongValue, is_large
 from tccl_py.model.measurement import Backend
 from tccl_py.nccl.settings import Settings
 from tccl_py.plan.chains import AS_GOOD, ChoiceName
@@ -64,7 +64,7 @@ class ArmResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     @property
     def training(self) -> tuple[Timed, ...]:
         """Return training steps."""
-        return tuple(row for row in self.rows if row.mode)
+        return tuple(row for row in self.rows if row.trains)
 
     @property
     def losses(self) -> tuple[Timed, ...]:
@@ -271,16 +271,24 @@ def sizes_text(sizes: Sequence[int]) -> str:
 
 def row_texts(rows: Iterable[Timed], members: str) -> Iterator[str]:
     """Yield the rows of each collective in words, with the smallest ratio; see `groups_text`."""
-    alike: dict[tuple[Collective, str], list[Timed]] = {}
+    alike: dict[str, list[Timed]] = {}
     for row in rows:
-        alike.setdefault((row.collective, row.mode), []).append(row)
-    for (collective, mode), same in alike.items():
+        alike.setdefault(row_words(row), []).append(row)
+    for words, same in alike.items():
         sizes = sizes_text(sorted({row.bytes for row in same}))
-        what = f"a training step ({mode})" if mode else f"{COLLECTIVE_WORDS[collective]} of {sizes}"
+        what = words if same[0].trains else f"{words} of {sizes}"
         groups = dict.fromkeys(row.groups for row in same)
         named = " or ".join(groups_text(each, members) for each in groups)
         over = "" if () in groups else f" over {named}"
         yield f"{what}{over} ({min(row.compared.ratio for row in same):.2f})"
+
+
+def row_words(row: Row) -> str:
+    """Return what a row does, without its size and groups."""
+    if row.trains:
+        return f"a training step ({row.mode})"
+    words = "copies by copy engines" if row.mode else COLLECTIVE_WORDS[row.collective]
+    return words + " beside a GEMM" * bool(row.beside)
 
 
 def groups_text(groups: Groups, members: str) -> str:

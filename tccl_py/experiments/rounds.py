@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
+from msgspec.structs import replace
 
 from tccl_py.errors import MeasurementError, Terminated
-from tccl_py.experiments.collectives import Collective
+from tccl_py.experiments.collectives import PROGRAMS, Collective
 from tccl_py.experiments.comparison import (
     LEAST_ROUNDS,
     MAX_ROUNDS,
@@ -21,7 +22,7 @@ from tccl_py.experiments.comparison import (
     table_of,
 )
 from tccl_py.experiments.jobs import AGAIN, Arm, ConcurrentJobs, Ended, Launcher, Outcome
-from tccl_py.experiments.spec import SIZES, Groups, JobSpec, Row, rows_of
+from tccl_py.experiments.spec import GEMM, SIZES, Groups, JobSpec, Row, pairs_of, rows_of
 from tccl_py.plan.chains import ChoiceName
 from tccl_py.workloads.workload import Workload
 
@@ -31,6 +32,8 @@ _TRANSFERS: tuple[Collective, ...] = ("send_recv", "all_to_all")
 _OF_ALL: tuple[Collective, ...] = ("all_gather", "reduce_scatter")
 _TRANSFER_SIZES = (64 << 10, 1 << 20, 64 << 20)
 """Sizes of transfers between pairs: small FIFOs slow them alike from 16 MiB up."""
+_BESIDE_BYTES = 64 << 20
+"""Size of rows beside GEMM and of pairs."""
 _LARGEST_DRY, _DRY_SECONDS = 4 << 20, 30.0
 """The largest size of a dry run: 1 GiB takes a second a call there; and its seconds."""
 _EXTRA = 4
@@ -43,7 +46,8 @@ class RunBudget(msgspec.Struct, frozen=True, kw_only=True):
     """Work of a comparison: rounds, sizes in bytes, and seconds after which no round begins.
 
     LEAST_ROUNDS are always run, of three arms one more; fewer than `rounds` where all verdicts are
-    clear, more where one is open and time is left. The rows of a `workload` are timed as well.
+    clear, more where one is open and time is left. The rows of a `workload` are timed as well, and
+    with `every` those of `further_rows`.
     `only` one choice is compared with default NCCL, if one is named.
     """
 
@@ -53,6 +57,7 @@ class RunBudget(msgspec.Struct, frozen=True, kw_only=True):
     collectives: tuple[Collective, ...] = ("all_reduce",)
     checks: bool = True
     training: bool = False
+    every: bool = False
     workload: Workload | None = None
     only: ChoiceName | None = None
 
@@ -77,6 +82,22 @@ class RunBudget(msgspec.Struct, frozen=True, kw_only=True):
         collectives = [name for name in _TRANSFERS if name not in self.collectives]
         of_all = [name for name in _OF_ALL if name not in self.collectives]
         return (*rows_of(sizes, collectives, groups=((), *groups)), *rows_of(sizes[-2:], of_all))
+
+    def further_rows(self, world: int, *, pairs: bool, copies: bool) -> tuple[Row, ...]:
+        """Return rows of all collectives, and rows beside GEMM.
+
+        With `pairs` there is one of each pair of ranks, and with `copies` those of copy engines
+        beside NCCL's send, on one host.
+        """
+        size, first = min(_BESIDE_BYTES, max(self.sizes)), ((0, 1),)
+        rows = [*rows_of(self.few_sizes[:4], PROGRAMS.values())]
+        rows += rows_of((size,), groups=pairs_of(world)) if pairs else ()
+        beside = [Row(bytes=size), Row(collective="send_recv", bytes=size)]
+        if copies:
+            send = Row(collective="send", dtype="uint8", bytes=size, groups=first)
+            copy = replace(send, mode="copy")
+            rows, beside = [*rows, send, copy], [*beside, copy]
+        return (*rows, *(replace(row, beside=(GEMM,)) for row in beside))
 
     def rows_in(self, groups: Iterable[Groups]) -> tuple[Row, ...]:
         """Return the collectives in smaller communicators, at some sizes."""

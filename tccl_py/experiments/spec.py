@@ -49,22 +49,20 @@ class Contest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Rounds of a row under NCCL's own choice of algorithm, protocol and channels, and `choices`.
 
     None are `all_choices`: sizes of training steps are timed beside matrix multiplications as well
-    then. With `table` the plugin's table is what is timed instead of choices. With `calls` so many
-    of the row, and of each row beside it, are timed one after the other and at once.
+    then. With `table` the plugin's table is what is timed instead of choices.
     """
 
     choices: tuple[TunerChoice, ...] | None = None
     rounds: int = FINAL_ROUNDS
     table: bool = False
-    calls: int = 0
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """A row of an experiment: a collective of `bytes` over all ranks or in `groups`.
 
-    Of another `mode` it is a training step, as "ddp-eager", a "gemm" (matrix multiplications that
-    take as long as the other row), or a "copy" between two devices of one process. Rows `beside` it
-    run at once. A job times it in batches, or in the rounds of a `contest`.
+    Of another `mode` it is a training step, as "ddp-eager", or a "copy" by copy engines from the
+    first GPU of its group to the second. Beside it may run GEMM. A job times it in batches, or in
+    the rounds of a `contest`.
     """
 
     collective: Collective = "all_reduce"
@@ -94,6 +92,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         """Return the bus bandwidth, GB/s, of a call in a job of `world` ranks; see `bus_gbps`."""
         ranks = max(map(len, self.groups), default=world)
         return bus_gbps(self.collective, ranks, self.bytes, seconds)
+
+
+GEMM = Row(mode="gemm")
+"""Matrix multiplications that take twice as long as the row that they are beside."""
 
 
 def rows_of(
@@ -134,8 +136,7 @@ def training_rows(world: int, backend: Backend) -> tuple[Row, ...]:
 class Variant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Seconds per call of a choice, one value a batch or a round.
 
-    None is NCCL's own choice. `beside` are the same beside matrix multiplications, if timed, or of
-    a row of several beside the others.
+    None is NCCL's own choice. `beside` are the same beside matrix multiplications, if timed.
     """
 
     choice: TunerChoice | None = None
@@ -148,10 +149,9 @@ class RowTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     A contest has NCCL's own choice first, then each choice, or the plugin's table; its last `final`
     rounds have finalists alone: which choices became finalists does not depend on their times.
-    `skew` is the largest median difference between ranks, as a share. Rows that run at once have a
-    variant each; ranks have none of a row that other ranks run or report. `fault` says how received
-    bytes are wrong. `trained` are loss and norms of gradients after a few training steps, None
-    where they are no numbers.
+    `skew` is the largest median difference between ranks, as a share. Ranks have no variant of a
+    row that other ranks run. `fault` says how copied bytes are wrong. `trained` are loss and norms
+    of gradients after a few training steps, None where they are no numbers.
     """
 
     row: Row
@@ -236,6 +236,27 @@ def large_gbps(rates: Sequence[tuple[int, float]]) -> float | None:
     """Return the median of the large sizes' rates, else the largest size's; None without any."""
     large = [gbps for size, gbps in rates if is_large(size)]
     return statistics.median(large or [max(rates)[1]]) if rates else None
+
+
+def pairs_of(world: int) -> tuple[Groups, ...]:
+    """Return all pairs of ranks, disjoint ones together (a round-robin tournament).
+
+    >>> pairs_of(4)
+    (((0, 3), (1, 2)), ((0, 2), (1, 3)), ((0, 1), (2, 3)))
+    >>> pairs_of(2), len(pairs_of(5))
+    ((), 5)
+    """
+    if world < 3:
+        return ()
+    first, *others = range(world + world % 2)
+    rounds = []
+    for _ in others:
+        order = [first, *others]
+        ends = zip(order, reversed(order), strict=True)
+        pairs = [tuple(sorted(pair)) for pair in itertools.islice(ends, len(order) // 2)]
+        rounds.append(tuple(sorted(pair for pair in pairs if pair[1] < world)))
+        others = [others[-1], *others[:-1]]
+    return tuple(rounds)
 
 
 def groups_of(world: int) -> tuple[Groups, ...]:

@@ -1,7 +1,4 @@
-"""Rows beside each other on a rank, alone and at once: transfers, copies, collectives, GEMMs.
-
-Each row has a communicator of its own: in one, NCCL would queue transfers one behind the other.
-"""
+"""Rows beside matrix multiplications (GEMM), and copies by copy engines, on a rank."""
 
 from __future__ import annotations
 
@@ -10,16 +7,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
-from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
-from tccl_py.experiments.calls import Call, gemms, repeated, row_call, transfers
-from tccl_py.experiments.spec import Contest, Row, RowTimes, Variant
-from tccl_py.rank_processes.rank import Communicator
+from msgspec.structs import replace
 
-_WARM_UPS = 2
+from tccl_py.experiments.calls import Call, gemms, repeated, row_call
+from tccl_py.experiments.spec import BATCHES, Row, RowTimes, batches
+from tccl_py.rank_processes.rank import Communicator, TimeSlot
+
+_WARM_UPS, _CALLS = 2, 5
 _MOST_GEMMS = 10_000
 
 Together = Callable[[Sequence[Call]], tuple[float, ...]]
@@ -86,40 +83,53 @@ class ThreadStopwatch:
             return tuple(end.result() - begun for end in ends)
 
 
-class Part(NamedTuple):
-    """This rank's part of a row: its calls, whether their time counts, and how they are wrong."""
+def time_beside(communicator: Communicator, slot: TimeSlot, row: Row) -> RowTimes:
+    """Return the times of copies, or of a row beside GEMM, a round in each time slot.
 
-    call: Call
-    counts: bool = True
-    fault: Callable[[], str] = str
+    The rank of a copy's source alone has times of it.
+    """
+    copies = _Copies(communicator, row) if row.mode == "copy" else None
+    with slot():
+        call = copies.call() if copies else row_call(communicator, row)
+        own = [communicator.device.index]
+        begin = stopwatch(communicator, row.groups[0] if copies and call else own)
+        calls = [repeated(call, _CALLS)] if call else []
+        if row.beside:  # Launched first.
+            near = gemms_beside(communicator, begin, next(iter(calls), None))
+            calls.insert(0, repeated(near, 2))
+    seconds = []
+    for _ in range(_WARM_UPS + BATCHES):
+        with slot():
+            seconds.append(begin(calls))
+    times = batches(row, [of[-1] / _CALLS for of in seconds[_WARM_UPS:]] if call else ())
+    return replace(times, fault=copies.fault()) if copies else times
 
 
-def time_beside(communicator: Communicator, row: Row, contest: Contest) -> RowTimes:
-    """Return the times on this rank of a row and of those beside it, alone and at once in turn."""
-    rows = (row, *row.beside)
-    devices = [place for each in rows if each.mode == "copy" for place in each.groups[0]]
-    devices = list(dict.fromkeys(devices)) or [communicator.device.index]
-    begin = stopwatch(communicator, devices)
-    parts = [_part(communicator, each, contest.calls) for each in rows if each.mode != "gemm"]
-    with_gemms = len(parts) < len(rows)
-    if with_gemms:  # These are launched first.
-        (other,) = parts
-        multiply = gemms_beside(communicator, begin, other and other.call, devices[0])
-        parts.insert(0, Part(multiply, counts=other is not None))
-    calls = [[part.call] if part else [] for part in parts]
-    alone, at_once = list[list[float]](), list[list[float]]()
-    for _ in range(_WARM_UPS + contest.rounds):
-        alone.append([max(begin(call), default=0.0) for call in calls])
-        times = iter(begin(list(chain(*calls))))
-        at_once.append([next(times) if part else 0.0 for part in parts])
-    columns = (zip(*rounds[_WARM_UPS:], strict=True) for rounds in (alone, at_once))
-    variants = [
-        Variant(seconds=seconds, beside=beside) if part and part.counts else Variant()
-        for part, seconds, beside in zip(parts, *columns, strict=True)
-    ]
-    fault = next((fault for part in parts if part and (fault := part.fault())), "")
-    in_order = (*variants[with_gemms:], *variants[:with_gemms])
-    return RowTimes(row=row, variants=in_order, fault=fault)
+class _Copies:
+    """Copies between two devices of one process; each byte is the number of the source."""
+
+    def __init__(self, communicator: Communicator, row: Row) -> None:
+        self._on, self._size = communicator, row.bytes
+        ((self._source, self._target),) = row.groups
+        self._received: Any = None
+
+    def call(self) -> Call | None:
+        """Return a copy, on the source's rank; None on any other."""
+        if self._on.rank != self._source:
+            return None
+        sent = self._filled(self._source, self._source + 1)
+        self._received = self._filled(self._target, 0)
+        return partial(self._received.copy_, sent, non_blocking=True)
+
+    def _filled(self, place: int, value: int) -> Any:
+        torch = self._on.torch
+        device = torch.device("cuda", place) if self._on.cuda else self._on.device
+        return torch.full((self._size,), value, dtype=torch.uint8, device=device)
+
+    def fault(self) -> str:
+        """Return how received bytes are wrong; "" if they are right."""
+        right = self._received is None or bool((self._received == self._source + 1).all())
+        return "" if right else f"GPU {self._target} got other bytes than {self._source} sent"
 
 
 def stopwatch(communicator: Communicator, devices: Sequence[int]) -> Together:
@@ -134,48 +144,10 @@ def stopwatch(communicator: Communicator, devices: Sequence[int]) -> Together:
     return begin
 
 
-def gemms_beside(
-    communicator: Communicator, begin: Together, other: Call | None, device: int | None = None
-) -> Call:
-    """Return matrix multiplications that take about as long as another call, on all ranks alike.
-
-    Their `device` may be another one than the communicator's own, which agrees on their number.
-    """
-    busy, cuda = communicator, communicator.cuda
-    if cuda and device is not None:
-        busy = replace(communicator, device=communicator.torch.device("cuda", device))
-    multiply = gemms(busy, 4096 if cuda else 256)
+def gemms_beside(communicator: Communicator, begin: Together, other: Call | None) -> Call:
+    """Return matrix multiplications that take about as long as another call, on all ranks alike."""
+    multiply = gemms(communicator, 4096 if communicator.cuda else 256)
     for _ in range(_WARM_UPS + 1):
         seconds, of_one = max(begin([other] if other else []), default=0.0), begin([multiply])[0]
     count = max(1, min(_MOST_GEMMS, round(seconds / max(of_one, 1e-6))))
     return partial(multiply, int(communicator.maximum(count)))
-
-
-def _part(communicator: Communicator, row: Row, calls: int) -> Part | None:
-    """Return this rank's part of a row but a GEMM; None if it has none.
-
-    A transfer's time is its receiver's. Bytes are checked: each is the number of the source.
-    """
-    group = communicator
-    if row.groups and row.mode != "copy":
-        group = communicator.split(row.groups)
-        if group.world == 1:
-            return None
-    if row.mode != "copy" and row.collective != "send":
-        return Part(repeated(row_call(group, row), calls))
-    torch, ((source, target),) = communicator.torch, row.groups
-
-    def filled(place: int, value: int) -> Any:
-        across = communicator.cuda and row.mode == "copy"
-        device = torch.device("cuda", place) if across else communicator.device
-        return torch.full((row.bytes,), value, dtype=torch.uint8, device=device)
-
-    def fault() -> str:
-        right = bool((received == source + 1).all())
-        return "" if right else f"received other bytes than place {source} sent"
-
-    sent, received = filled(source, source + 1), filled(target, 0)
-    if row.mode == "copy":
-        return Part(repeated(partial(received.copy_, sent, non_blocking=True), calls), fault=fault)
-    call = repeated(transfers(group, row.collective, (source, target), received, sent), calls)
-    return Part(call, fault=fault) if communicator.rank == target else Part(call, counts=False)

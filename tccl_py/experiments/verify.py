@@ -124,7 +124,11 @@ class Judge(NamedTuple):
         # Cables need not join all pairs of hosts.
         transfers = () if self.target.plan.cluster.cables else budget.transfers(groups)
         steps = training_rows(world, self.launcher.backend) if budget.training else ()
-        rows = (*budget.rows, *budget.rows_in(groups), *transfers, *self.calls, *steps)
+        further: tuple[Row, ...] = ()
+        if budget.every and not self.target.plan.cluster.cables:
+            here = not self.target.hosts
+            further = budget.further_rows(world, pairs=bool(groups), copies=here)
+        rows = (*budget.rows, *budget.rows_in(groups), *transfers, *self.calls, *further, *steps)
         return tuple(dict.fromkeys(rows))
 
     def verdict(self, rounds: Rounds) -> Verification:
@@ -182,16 +186,17 @@ class Judge(NamedTuple):
         if result.failure:
             return result
         first, jobs = rounds.checked[arm.name], rounds.of(arm.name)
+        trained = _wrong_training(rounds.of("default") or jobs, jobs)
         rows = dict(rounds.table.get(arm.name, {}))
         main = {*budget.rows, *budget.rows_in(row.groups for row in rows if row.groups)}
-        transfers = tuple(rows.pop(row) for row in list(rows) if row not in main and not row.mode)
+        transfers = tuple(rows.pop(row) for row in list(rows) if row not in main and not row.trains)
         return replace(
             result,
             gbps=large_gbps([(row.bytes, row.gbps) for row in rows.values() if row.over_all]),
             rows=tuple(rows.values()),
             transfers=transfers,
             checked=sum(rank.checked for rank in first.results),
-            wrong=(*first.wrong, *_wrong_training(rounds.of("default") or jobs, jobs)),
+            wrong=(*first.wrong, *_wrong_copies(jobs), *trained),
             rings=rings_of_jobs(target, launcher, arm, [first, *jobs], checks=budget.checks),
         )
 
@@ -215,6 +220,12 @@ def _collective_seconds(job: Outcome) -> Iterator[tuple[tuple[float, ...], ...]]
     for ranks in job.rows:
         if not ranks[0].row.mode:
             yield tuple(times.seconds for times in ranks)
+
+
+def _wrong_copies(jobs: Sequence[Outcome]) -> Iterator[WrongValue]:
+    for rank in (rank for job in jobs for rank in job.results):
+        for fault in (times.fault for times in rank.times if times.fault):
+            yield WrongValue(case="copies by copy engines", rank=rank.rank, what=fault)
 
 
 def _wrong_training(baseline: Sequence[Outcome], jobs: Sequence[Outcome]) -> Iterator[WrongValue]:

@@ -1,7 +1,7 @@
 """Results of experiments as tables, whose columns are data.
 
-A column is a header and the text of a row's cell. The tables of a verification, of tunings by
-message size and of overlap are lists of columns.
+A column is a header and the text of a row's cell. The tables of a verification and of tunings by
+message size are lists of columns.
 """
 
 from __future__ import annotations
@@ -10,19 +10,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
 from msgspec import structs
 
 from tccl_py.errors import size_text
-from tccl_py.experiments.overlap import GEMM
 from tccl_py.plan.text import CHOICE_WORDS, choice_words
-from tccl_py.statistics import Interval, median_interval
 
 if TYPE_CHECKING:
     from tccl_py.decision import StepTime
     from tccl_py.experiments.communication import Communication
     from tccl_py.experiments.comparison import Timed
-    from tccl_py.experiments.jobs import Outcome
     from tccl_py.experiments.record import ArmResult, Tried
 
 
@@ -74,79 +70,6 @@ TRIED: Columns = (
 def _of_default(row: Tried, ratio: float) -> str:
     """Return a candidate's speed over default NCCL's."""
     return "" if row.failed else f"{ratio:.3f}"
-
-
-# Overlap: a row is a set of transfers, or a transfer beside a GEMM, in one of two modes.
-class Span(Interval, frozen=True, kw_only=True):
-    """A median and the 95 % interval, ms; the whole range of fewer than 6 samples."""
-
-    middle: float = msgspec.field(name="median_ms")
-    low: float = msgspec.field(name="low_ms")
-    high: float = msgspec.field(name="high_ms")
-
-
-Line = dict[str, Any]
-"""A row of a table, with the keys of `--json`."""
-_MODES = (("sequential", "seconds", sum), ("concurrent", "beside", max))
-"""Names, fields of the times, and how those of all rows add up."""
-
-
-def _span(name: str) -> Callable[[Line], str]:
-    return lambda row: f"{row[name]:.2f}"
-
-
-PAIRS: Columns = (
-    Column("by", lambda row: row["by"]),
-    Column("set", lambda row: " ".join(row["set"])),
-    Column("mode", lambda row: row["mode"]),
-    Column("one message of each pair", lambda r: "  ".join(f"{each:.2f}" for each in r["message"])),
-    Column("all of them", _span("total")),
-)
-GEMMS: Columns = (
-    Column("by", lambda row: row["by"]),
-    Column("transfer", lambda row: row["transfer"]),
-    Column("mode", lambda row: row["mode"]),
-    Column("transfer's time", _span("transfer_time")),
-    Column("GEMM's time", _span("product_time")),
-    Column("both done", _span("total")),
-)
-
-
-def span(seconds: Iterable[float]) -> Span:
-    """Return the median of times in ms, and the interval."""
-    return Span(**structs.asdict(median_interval([1e3 * value for value in seconds])))
-
-
-def overlap_lines(
-    by: str, outcome: Outcome, gpus: Sequence[int], *, messages: int
-) -> Iterator[Line]:
-    """Yield a job's lines of pairs, and of transfers beside a GEMM.
-
-    `by` is `nccl`, `gloo` or `memcpy`, `gpus` the index of each place, and `messages` the number of
-    one transfer.
-    """
-    for ranks in outcome.rows:
-        rows = (ranks[0].row, *ranks[0].row.beside)
-        names = [
-            "->".join(f"G{gpus[place]}" for place in row.groups[0]) if row.groups else "all-reduce"
-            for row in rows
-            if row != GEMM
-        ]
-        for mode, field, whole in _MODES:
-            of_ranks = ([getattr(part, field) for part in times.variants] for times in ranks)
-            # The slowest rank that reports a row counts.
-            works = [
-                list(map(max, zip(*filter(None, row), strict=True)))
-                for row in zip(*of_ranks, strict=True)
-            ]
-            line: Line = {"by": by, "mode": mode}
-            if rows[-1] == GEMM:
-                line |= {"transfer": names[0]}
-                line |= {"transfer_time": span(works[0]), "product_time": span(works[1])}
-            else:
-                message = [span(value / messages for value in work) for work in works]
-                line |= {"set": names, "message": message}
-            yield {**line, "total": span(map(whole, zip(*works, strict=True)))}
 
 
 # A job's communication.

@@ -8,9 +8,15 @@ from typing import Any
 import msgspec
 
 from tccl_py.errors import size_text
-from tccl_py.experiments.collectives import COLLECTIVE_WORDS
 from tccl_py.experiments.comparison import FALSE_RATE, SMALLEST_EFFECT, Timed
-from tccl_py.experiments.record import WINS, ArmResult, Verification, groups_text, sizes_text
+from tccl_py.experiments.record import (
+    WINS,
+    ArmResult,
+    Verification,
+    groups_text,
+    row_words,
+    sizes_text,
+)
 from tccl_py.experiments.spec import is_large
 from tccl_py.experiments.trade_offs import trade_offs
 from tccl_py.files import picked
@@ -46,7 +52,7 @@ def _arm_json(result: Verification, arm: ArmResult) -> dict[str, Any]:
         "groups": [{**picked(row, "groups", "bytes"), **_row_json(row)} for row in arm.groups],
         "training": [{"mode": row.mode, **_row_json(row)} for row in arm.training],
         "transfers": [
-            {**picked(row, "bytes", "collective", "groups"), **_row_json(row)}
+            {**picked(row, "bytes", "collective", "groups", "mode", "beside"), **_row_json(row)}
             for row in arm.transfers
         ],
         "not_recommended": [row.bytes for row in arm.sizes if row in arm.losses],
@@ -148,14 +154,16 @@ def _arm_facts(result: Verification, arm: ArmResult) -> list[str]:
         lines += arm.rings.differences
         if arm.rings.same:
             lines.append(f"NCCL runs the plan's rings on all {len(arm.rings.found)} channels")
-    if arm is result.arms[0]:
-        return [f"{arm.name}: {line}" for line in lines]
     further: dict[str, list[str]] = {}
+    baseline = arm is result.arms[0]
     for row in (*arm.groups, *arm.training, *arm.transfers):
         over = f" over {groups_text(row.groups, result.members)}" if row.groups else ""
-        name = f"a training step, {row.mode}" if row.mode else COLLECTIVE_WORDS[row.collective]
         size = f"{size_text(row.bytes)} " if row.bytes else ""
-        further.setdefault(f"{name}{over}", []).append(f"{size}{verdict_text(row)}")
+        # What NCCL does beside a GEMM, or copy engines in its place, is told in GB/s.
+        told = f"{row.gbps:.2f} GB/s" if baseline else verdict_text(row)
+        means = row.mode == "copy" or row.beside or row.collective == "send"
+        if means if baseline else row.mode != "copy":
+            further.setdefault(f"{row_words(row)}{over}", []).append(f"{size}{told}")
     lines += [f"{name}: {', '.join(ratios)}" for name, ratios in further.items()]
     lines += [f"not taken: {'; '.join(result.objections(arm))}"] if _faster(arm) else []
     return [f"{arm.name}: {line}" for line in lines]

@@ -18,7 +18,7 @@ from tccl_py.nccl.view import view
 from tccl_py.readers.live import discover_machine
 from tccl_py.readers.nccl_topology import read_nccl_topology
 from tests.gpu.ranks import REAL
-from tests.gpu.test_nccl_loads_plans import all_reduce, tccl
+from tests.gpu.test_nccl_loads_plans import all_reduce
 from tests.topology_writer import topology_xml
 
 pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(300)]
@@ -112,22 +112,3 @@ def test_a_subset_takes_the_file_of_all(tmp_path):
         machine.gpu_indices[:2], written(tmp_path, "topo", machine), tmp_path / "log"
     )
     assert all(answer["right"] for answer in answers)
-
-
-def test_transfers_and_products_overlap_on_gpus():
-    found = tccl("overlap", "--size", "64", "--repeats", "11" if REAL else "3", "--json")
-    assert found.returncode == 0, found.stderr
-    answer = json.loads(found.stdout)
-    print("overlap:", msgspec.json.encode(answer).decode())
-    assert answer["backend"] == "nccl"
-    for row in answer["pairs"]:
-        for one in (*row["message"], row["total"]):
-            assert 0 < one["low_ms"] <= one["median_ms"] <= one["high_ms"]
-    both_ways = {
-        (row["by"], row["mode"]): row["total"]["median_ms"]
-        for row in answer["pairs"]
-        if row["set"] == ["G0->G1", "G1->G0"]
-    }
-    # Opposite directions of a link are two links.
-    for by in ("nccl", "memcpy") if REAL else ():
-        assert both_ways[by, "concurrent"] < 0.95 * both_ways[by, "sequential"]

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from tccl_py.experiments.collectives import COLLECTIVES
 from tccl_py.experiments.jobs import HostRanks, Launcher
 from tccl_py.experiments.record import Verification
-from tccl_py.experiments.spec import Contest, JobSpec, groups_of, rows_of, training_rows
+from tccl_py.experiments.spec import GEMM, JobSpec, Row, groups_of, rows_of, training_rows
 from tccl_py.experiments.target import read_target
 from tccl_py.plan.load import load_plan
 from tests.gpu.ranks import PINNED, REAL
@@ -62,15 +62,17 @@ def test_every_collective_is_right_and_timed_in_groups_that_overlap(measured):
     groups = [*groups_of(len(gpus)), (ranks[::2], ranks[1::2]), ((1, 0),)]
     groups = tuple(parts for parts in groups if all(len(part) > 1 for part in parts))
     rows = rows_of((1024, 1 << 20), COLLECTIVES, "bfloat16", groups=groups)
-    at_once = replace(rows[0], beside=rows[1:2], contest=Contest(calls=2, rounds=3))
-    spec = JobSpec(checks=True, check_groups=groups, rows=(*rows, at_once), seconds=0.01)
+    copy = Row(collective="send", bytes=1 << 20, mode="copy", groups=((0, 1),))
+    near = [replace(row, beside=(GEMM,)) for row in (Row(bytes=1 << 20), copy)]
+    spec = JobSpec(checks=True, check_groups=groups, rows=(*rows, copy, *near), seconds=0.01)
     (found,) = launcher.run([arm], spec)
     for rank, answer in enumerate(found.results):
         assert (answer.wrong, answer.left_out) == ((), ())
         inside = [any(rank in part for part in row.groups) for row in rows]
-        *alone, beside = answer.times
+        *alone, copied, beside, both = answer.times
         assert [bool(times.seconds) for times in alone] == inside
-        assert beside.row == at_once
+        assert [bool(times.seconds) for times in (copied, both)] == [rank == 0] * 2
+        assert beside.seconds and not copied.fault
         print(rank, answer.checked, [min(times.seconds, default=0.0) for times in alone])
 
 
