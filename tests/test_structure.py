@@ -56,3 +56,20 @@ def test_a_set_goes_from_text_to_the_workers_and_back_through_few_files():
         shortest = min((walked(source, text) for text in texts), key=len)
     assert all((PROFILER / "tccl_profiler" / name).is_file() for name in IN_WORKERS)
     assert 15 < len(shortest) <= 21, shortest
+
+
+def test_the_plugins_files_use_what_stands_above_them_in_their_header_alone():
+    folder = PACKAGE / "nccl" / "plugin"
+    _, *parts = re.split(r"^/\* (\w+\.c)\b", (folder / "plugin.h").read_text(), flags=re.M)
+    homes = {
+        name: file
+        for file, text in zip(parts[::2], parts[1::2], strict=True)
+        for name in re.findall(r"\b(\w+)\(", text)
+    }
+    # What only NCCL calls has no declaration there.
+    order = [*parts[::2], "tuner.c", "env.c"]
+    assert sorted(order) == sorted(path.name for path in folder.glob("*.c"))
+    for path in folder.glob("*.c"):
+        used = {homes[name] for name in re.findall(r"\b(\w+)\(", path.read_text()) if name in homes}
+        later = order[order.index(path.name) + 1 :]
+        assert used.isdisjoint(later), (path.name, used)
