@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tccl_py.plan.tables import KeptTable
 
 
-class PlanHandle(Plan, frozen=True, kw_only=True):
+class PlanHandle(Plan, frozen=True, kw_only=True):  # noqa: PLW1641 (has dictionaries)
     """A Plan with methods, as `make_plan`, `make_cluster_plan` and `load_plan` return it."""
 
     def __repr__(self) -> str:
@@ -29,6 +29,12 @@ class PlanHandle(Plan, frozen=True, kw_only=True):
         from tccl_py.plan.text import description  # noqa: PLC0415 (loads NCCL's files)
 
         return description(self)
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether another plan, with methods or without, has the same content."""
+        if not isinstance(other, Plan):
+            return NotImplemented
+        return all(getattr(self, name) == getattr(other, name) for name in self.__struct_fields__)
 
     def write(
         self, directory: Path | str, source: Sources = None, *, tables: Iterable[KeptTable] = ()
