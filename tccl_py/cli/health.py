@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
+from msgspec import UNSET
 from msgspec.structs import asdict, replace
 from rich.padding import Padding
 
@@ -69,6 +70,8 @@ from tccl_py.report.tables import lines
 from tccl_py.sources.hosts import examined_hosts
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from tccl_py.nccl.proof import AskedJob
 
 _MAX_SECONDS = 86_400
@@ -233,6 +236,8 @@ def _concurrent(row: Comparison) -> list[str]:
 
 # `tccl doctor` and `tccl advise`
 
+_PASTED = f"FILEs: logs of NCCL, its tests' tables, topologies; - is standard input. {MACHINE_HELP}"
+
 
 _COPIED = DriverState(unseen="a copy of a host has no driver to ask")
 _INDENT = (0, 0, 0, 6)
@@ -298,7 +303,7 @@ def doctor(
 
 
 def advise(
-    machine: str | None = arg("MACHINE", f"This host if not given. {MACHINE_HELP}", None),
+    names: list[str] | None = arg("MACHINE|FILE...", f"This host if not given. {_PASTED}", None),
     *,
     p2p: str | None = options.P2P,
     cpu: str | None = options.CPU,
@@ -308,34 +313,52 @@ def advise(
     """Say in ten lines what NCCL does on a machine and what to try first, within a minute.
 
     This machine's idle GPUs are measured for 40 s at most, and the host is examined as by `tccl
-    doctor`. With MACHINE a model answers, anywhere.
+    doctor`. With MACHINE, or FILEs as people paste them, a model answers, anywhere. Of a log
+    of NCCL or a table of rates it says what happened, and why.
 
     Examples:
 
         tccl advise
         tccl advise topology.xml
         tccl advise topo-m.txt --p2p yes
+        tccl advise nccl.log all_reduce_perf.txt
+        tccl advise - < report.txt
         tccl advise asus-esc8000a-e13p --workload mixture-of-experts
     """
     from tccl_py.cli.plan import job_workload, plan_by_workload  # noqa: PLC0415 (slow)
     from tccl_py.cli.proving import proven_host  # noqa: PLC0415
     from tccl_py.health.advice import advice_by, advice_request, answers_by_cpu  # noqa: PLC0415
+    from tccl_py.health.pasted import findings_lines, read_pasted  # noqa: PLC0415
     from tccl_py.planning.opening import machine_subject  # noqa: PLC0415
+    from tccl_py.simulator.descriptions import is_named, load_machine  # noqa: PLC0415
 
     job = None if workload is None else job_workload(workload)
-    predicted, line, diagnosis = None, "", None
+    predicted, line, diagnosis, findings, model = None, "", None, None, None
     asked: tuple[AskedJob, ...] = ()
+    machine = names[0] if names else None
     request = advice_request(machine, p2p=p2p_argument(p2p), cpu=cpu_argument(cpu))
+    of_models = {"--p2p": p2p, "--cpu": cpu, "--workload": workload}
+    console = results()
     with interrupts_put_off():
         if machine is None:
-            refuse(
-                {"--p2p": p2p, "--cpu": cpu},
-                ("without MACHINE", "is about models", "name a MACHINE"),
-            )
+            del of_models["--workload"]
+            refuse(of_models, ("without MACHINE", "is about models", "name a MACHINE"))
             host, links, asked = proven_host(plans=True)
             diagnosis, request = examine(host), replace(request, links=links)
+        elif names is not None and (len(names) > 1 or not is_named(machine)):
+            pasted = read_pasted(names)
+            findings, model = pasted.findings, pasted.model
+            if model is None:
+                refuse(of_models, ("", "is about machines", "add the file of one, or leave it out"))
+                if json:
+                    print_json({"findings": findings})
+                else:
+                    _print_lines(console, findings_lines(findings))
+                return
+        else:
+            model = load_machine(machine)
         try:
-            subject = machine_subject(request, notice, asked)
+            subject = machine_subject(request, notice, asked, model=model)
         except InputError as error:
             if machine is not None or error.where.startswith("cupy"):
                 raise
@@ -345,14 +368,18 @@ def advise(
         if job is not None:
             made, predicted, line = plan_by_workload(made, job, subject.model)
         advice = advice_by(made, subject, diagnosis)
-        if subject.model is not None:
-            advice = replace(advice, by_cpu=answers_by_cpu(request, subject.model, notice))
+        if model is not None:
+            by_cpu = answers_by_cpu(request, model, notice)
+            advice = replace(advice, by_cpu=by_cpu, findings=findings or UNSET)
     if json:
         print_json(advice if predicted is None else {**asdict(advice), "workload": predicted})
         return
-    console = results()
     lines = [("Your job", line)] if line else []
-    for name, text in [*lines, *advice.lines()]:
+    _print_lines(console, [*lines, *advice.lines()])
+
+
+def _print_lines(console: Console, lines: Iterable[tuple[str, str]]) -> None:
+    for name, text in lines:
         console.print(grid([(name.ljust(9), text)]), style=GOOD if name == "Try first" else "")
 
 

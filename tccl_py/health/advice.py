@@ -11,7 +11,8 @@ import msgspec
 
 from tccl_py.errors import counted
 from tccl_py.health.doctor import Diagnosis
-from tccl_py.model.cards import GTS
+from tccl_py.health.pasted import Findings, findings_lines
+from tccl_py.model.cards import link_words
 from tccl_py.model.links import Proof
 from tccl_py.model.machine import CPU_VENDORS, Knowledge, Machine, PciLink
 from tccl_py.model.rings import neighbours
@@ -70,11 +71,23 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     following: str
     links: Proof | msgspec.UnsetType = msgspec.UNSET
     """The proof of this machine's links, if one was made."""
+    findings: Findings | msgspec.UnsetType = msgspec.UNSET
+    """What pasted files say beside the machine."""
     by_cpu: dict[str, CpuAnswer] | msgspec.UnsetType = msgspec.UNSET
     """The answers by vendor of the CPU, where it is not known and decides what NCCL does."""
 
     def lines(self) -> Iterator[tuple[str, str]]:
-        """Yield a name and a text for each line."""
+        """Yield a name and a text for each line, twelve at most with pasted files."""
+        found = self.findings or None
+        if found is None or not found.tell:
+            yield from self._own_lines()
+            if found is not None and (found.left_out or len(found.used) > 1):
+                yield from findings_lines(found)
+            return
+        limits = (("Hardware", one) for one in self.limits[:1])
+        yield from findings_lines(found, [*limits, ("By model", f"{self.default}. {self.advice}")])
+
+    def _own_lines(self) -> Iterator[tuple[str, str]]:
         hangs = [text for text in self.problems if text.startswith("HANG")]
         # Where something hangs nothing else is tried before.
         for text in hangs[:_PROBLEMS]:
@@ -200,16 +213,6 @@ def assumed_links(plan: Plan) -> list[str]:
     if any(gpu.link.speed_gts is None for gpu in machine.gpus):
         texts.append(f"{link_words(PciLink(speed_gts=usual_gts(machine)))} assumed, links not told")
     return texts
-
-
-def link_words(link: PciLink) -> str:
-    """Return a link in words.
-
-    >>> link_words(PciLink(speed_gts=16.0, width=8))
-    'PCIe 4 x8'
-    """
-    speeds = {gts: f"PCIe {number}" for number, gts in GTS.items()}
-    return speeds.get(link.speed_gts or 0.0, "PCIe") + (f" x{link.lanes}" if link.lanes else "")
 
 
 def _assumed_words(plan: Plan) -> str:

@@ -28,6 +28,16 @@ _WITHOUT_P2P = ("GeForce", "TITAN")
 _MAKERS = re.compile(r"^(?:NVIDIA|Tesla|\s)+", re.IGNORECASE)
 
 
+def link_words(link: PciLink) -> str:
+    """Return a link in words.
+
+    >>> link_words(PciLink(speed_gts=16.0, width=8))
+    'PCIe 4 x8'
+    """
+    speeds = {gts: f"PCIe {number}" for number, gts in GTS.items()}
+    return speeds.get(link.speed_gts or 0.0, "PCIe") + (f" x{link.lanes}" if link.lanes else "")
+
+
 class Card(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A card: what it has by its maker's public documents."""
 

@@ -219,6 +219,16 @@ def parse_nvidia_smi(text: str, *, where: str) -> tuple[Machine, Knowledge]:
     return machine, knowledge
 
 
+def has_matrix(text: str) -> bool:
+    """Return whether a plain text has the relations of a GPU, as `nvidia-smi topo -m` has them."""
+    rows = (line.split() for _, line in _split(text) if _ROW.match(line))
+    return any(_GPU_LABEL.fullmatch(row[0]) and _of_relations(row) for row in rows)
+
+
+def _of_relations(row: Sequence[str]) -> bool:
+    return _is_relation(row[1]) and {*row[1:]}.isdisjoint(_STATUSES)
+
+
 def _of(seen: Mapping[int, _Seen], index: int) -> _Seen:
     return seen.get(index, _Seen())
 

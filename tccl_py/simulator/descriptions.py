@@ -269,6 +269,11 @@ def settle_model(model: MachineModel, *, p2p: bool | None, cpu: str | None) -> M
     return msgspec.structs.replace(model, machine=machine, knowledge=knowledge)
 
 
+def is_named(name: str) -> bool:
+    """Return whether a name is that of a bundled model, or of no file, and not standard input."""
+    return name in bundled_names() or not (name == "-" or os.path.lexists(name))
+
+
 def _loaded(name: str | Path) -> MachineModel:
     path, name = Path(name), str(name)
     if name in bundled_names():

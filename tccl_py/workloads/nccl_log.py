@@ -33,12 +33,12 @@ _BLOCK = 1 << 20
 _LINE = 1 << 16
 """Bytes of a line without its end that are held; NCCL's own have at most 1024."""
 _WHERE = rb"(?P<host>[^\s:]{1,255}):(?P<pid>\d{1,10}):\d{1,10} \[-?\d{1,4}\] NCCL INFO "
-_MADE = re.compile(
+COMMUNICATOR = re.compile(
     _WHERE + rb"(?:\w{1,40} )?comm (?P<comm>0x[0-9a-f]{1,16}) rank (?P<rank>\d{1,7}) "
     rb"nranks (?P<ranks>\d{1,7}) cudaDev \d{1,4} (?:nvmlDev \d{1,4} )?busId (?P<bus>[0-9a-f]{1,16})"
     rb"(?: parent (?P<parent>0x[0-9a-f]{1,16}))?(?: (?:split|child)Count (?P<split>\d{1,9}))?"
     rb"(?: color (?P<color>-?\d{1,11}) key -?\d{1,11})?(?: commId (?P<id>0x[0-9a-f]{1,16}))?"
-    rb" ?- Init COMPLETE"
+    rb" ?- Init (?P<state>COMPLETE|START)"
 )
 _CALL = re.compile(
     _WHERE + rb"(?P<name>\w{1,30}): opCount (?P<op>[0-9a-f]{1,16}) sendbuff (?P<sent>\S{1,18}) "
@@ -46,7 +46,7 @@ _CALL = re.compile(
     rb"op \d{1,10} root (?P<root>-?\d{1,7}) comm (?P<comm>0x[0-9a-f]{1,16}) "
     rb"\[nranks=\d{1,7}\] stream (?P<stream>\S{1,18})"
 )
-_TORN = re.compile(rb"NCCL (?:INFO|WARN)[^\n]*?[^\s:]{1,255}:\d{1,10}:\d{1,10} \[-?\d{1,4}\] NCCL ")
+TORN = re.compile(rb"NCCL (?:INFO|WARN)[^\n]*?[^\s:]{1,255}:\d{1,10}:\d{1,10} \[-?\d{1,4}\] NCCL ")
 """A line of one process inside that of another one."""
 ONE_FILE_A_RANK = "write one file a rank, by NCCL_DEBUG_FILE=nccl.%h.%p.log"
 _LINES = re.compile(rb"^[^\n]*(?:: opCount |- Init COMPLETE)[^\n]*", re.MULTILINE)
@@ -133,11 +133,11 @@ class _Reader:
 
     def read(self, line: bytes, file: int) -> None:
         """Read a line of file number `file`."""
-        if _TORN.search(line) is not None:
+        if TORN.search(line) is not None:
             self._torn += 1
         elif (match := _CALL.search(line)) is not None:
             self._read_call(match, self._process(match, file))
-        elif (match := _MADE.search(line)) is not None:
+        elif (match := COMMUNICATOR.search(line)) is not None:
             self._read_communicator(match, self._process(match, file))
 
     def _process(self, match: re.Match[bytes], file: int) -> _Process:
