@@ -1,14 +1,20 @@
 """Plans for hosts that cables join: chains, files, variables, and what NCCL makes of them."""
 
+import itertools
+import json
+import random
 import re
 import xml.etree.ElementTree as ET
+from collections import Counter
 from pathlib import Path, PurePosixPath
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from tccl_py.cli.main import app
 from tccl_py.errors import InputError, SearchError
 from tccl_py.experiments.target import read_target
 from tccl_py.merge.cables import steps_between
@@ -25,7 +31,7 @@ from tccl_py.planning.opening_hosts import simulated_cluster
 from tccl_py.planning.planner import make_cluster_plan
 from tccl_py.readers.hosts import HostSlots
 from tccl_py.search.problem import Budget
-from tccl_py.simulator.descriptions import load_bundled, load_machine
+from tccl_py.simulator.descriptions import load_bundled, load_machine, model_for
 from tccl_py.simulator.source import Simulator
 from tests.cables.cases import CLUSTERS, MIRRORED, MODEL, cluster, hand_made, planned, ring
 
@@ -292,3 +298,62 @@ def test_the_plugin_of_a_job_has_the_file_of_each_host_and_needs_the_variables()
         assert "need NCCL_IB_SUBNET_AWARE_ROUTING 1" in index.splitlines()
         (name,) = re.findall(r"^set 0 (\S+)", index, re.MULTILINE)
         assert files[f"hosts/{name}"] == host_graphs(plan)[host]
+
+
+def unlike_hosts(seed):
+    """Three or four hosts in a ring of cables and some more, with ports of 100 and 200 Gbit/s."""
+    rng = random.Random(seed)
+    names = [f"h{n}" for n in range(rng.randrange(3, 5))]
+    ports = {name: rng.randrange(2, 5) for name in names}
+    pairs = list(zip(names, [*names[1:], names[0]], strict=True))
+    more = list(itertools.combinations(names, 2))
+    used, cables = Counter[str](), []
+    for one, other in (*pairs, *rng.sample(more, len(more))):
+        if used[one] < ports[one] and used[other] < ports[other]:
+            cables.append(Cable.between(one, [used[one]], other, [used[other]]))
+            used += Counter((one, other))
+    classes = []
+    for name in names:
+        nics = tuple(
+            msgspec.structs.replace(
+                MODEL.machine.nics[0],
+                index=n,
+                name=f"m{n}",
+                bus_id=f"000{n}:01:00.0",
+                guid=f"0x{n + 1}",
+                speed_mbps=rng.choice((100_000, 200_000)),
+            )
+            for n in range(used[name])
+        )
+        machine = msgspec.structs.replace(MODEL.machine, name=name, nics=nics)
+        classes.append(NodeClass(name=name, machine=machine, knowledge=MODEL.knowledge))
+    hosts = tuple(Host(name=name, node_class=n, slots=1) for n, name in enumerate(names))
+    made = Cluster(hosts=hosts, classes=tuple(classes), cables=tuple(cables))
+    return check_cluster(made, where="cluster")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_number_of_rings_alone_is_faster_than_all_of_them(seed):
+    cluster = unlike_hosts(seed)
+
+    def rate(*counts):
+        sources = [Simulator(model_for(one.machine, one.knowledge)) for one in cluster.classes]
+        try:
+            return make_cluster_plan(cluster, sources, ring_counts=counts).rate_gbps
+        except SearchError:
+            return 0.0
+
+    counts = (1, 2, 3, 4)
+    assert rate(*counts) >= max(map(rate, counts)) * 0.99
+
+
+@pytest.mark.parametrize(("near", "far"), list(itertools.product(("p0", "p1"), repeat=2)))
+def test_the_command_plans_two_hosts_whichever_ports_a_cable_joins(near, far, tmp_path):
+    file = tmp_path / "cables.yaml"
+    ports = "{p0: [rocep1s0f0, roceP2p1s0f0], p1: [rocep1s0f1, roceP2p1s0f1]}"
+    file.write_text(f"ports: {ports}\ncables: [[a:{near}, b:{far}]]\n")
+    words = ("--simulate", "gb10-2port", "--hosts", "a,b", "--switches", str(file), "--json")
+    ran = CliRunner().invoke(app, ["plan", str(tmp_path / "plan"), *words])
+    assert ran.exit_code == 0, ran.stderr
+    made = json.loads(ran.stdout)
+    assert made["choices"][made["recommended"]]["rate_gbps"] == pytest.approx(23.7)

@@ -156,7 +156,8 @@ def plan_unmeasured(
         if why := difference(source, samples.get(number, ())):
             cluster = split(cluster, [new])
             notes = (f"the new hosts: {why}; planned as a class of their own",)
-        sources[cluster.classes[cluster.host_classes[new[0]]].name] = source
+        # Hosts with cables at other ports are of other classes.
+        sources |= {cluster.classes[cluster.host_classes[host]].name: source for host in new}
     return asked.plan(cluster, sources, notes)
 
 

@@ -39,7 +39,8 @@ from tccl_py.planning.request import PlanRequest
 from tccl_py.planning.study import SIMPLE_ORDER, JoinedRings, assembled
 
 CANDIDATES = 6
-"""Choices of settings that are merged over all classes, the most promising first."""
+"""Choices of settings that are merged over all classes, the most promising first, and the most
+promising one of each number of rings."""
 
 
 def plan_over(cluster: Cluster, nodes: Sequence[ClassRates], request: PlanRequest) -> Plan:
@@ -151,8 +152,10 @@ def _candidates(nodes: Sequence[ClassRates]) -> Iterator[tuple[Settings, int, fl
     usable = [row for row in ranked if all(node.may_answer(*row[0]) for node in nodes)]
     # NCCL's own chains are always among them: a plan is never below them.
     defaults = {(node.stock.settings, node.stock.distinct) for node in nodes}
+    counts = set[int]()
     for number, ((settings, count), promise) in enumerate(usable):
-        if number < CANDIDATES or (settings, count) in defaults:
+        if number < CANDIDATES or (settings, count) in defaults or count not in counts:
+            counts.add(count)
             yield settings, count, min(promise, least)
 
 
