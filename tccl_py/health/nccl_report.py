@@ -29,7 +29,7 @@ from tccl_py.model.machine import (
 )
 from tccl_py.nccl.communicators import LoggedConnection, parse_log
 from tccl_py.nccl.versions import pci_gbps
-from tccl_py.workloads.nccl_log import COMMUNICATOR, TORN
+from tccl_py.workloads.nccl_log import COMMUNICATOR, is_torn
 
 _NCCL = re.compile(r"NCCL (?:INFO|WARN|version \d)")
 _VERSION = re.compile(r"NCCL version (\d{1,3}\.\d{1,3}\.\d{1,3})", re.ASCII)
@@ -62,7 +62,7 @@ _VENDORS = {"1": "GenuineIntel", "2": "AuthenticAMD", "3": "Zhaoxin"}
 _NVLINK_GBPS = 20.0
 _PRINTED = 0.05
 """NCCL prints a digit behind the point."""
-_MOST_NODES = 1000
+_MOST_NODES, _MOST_TRIED = 1000, 8
 _MOST_WARNINGS = 20
 _MOST_RANKS = 1 << 12
 Ring = tuple[int, ...]
@@ -180,7 +180,7 @@ def read_report(text: str) -> LogReport:
         plugins=tuple(dict.fromkeys(plugins)),
         warnings=tuple(warnings)[:_MOST_WARNINGS],
         unfinished=unfinished,
-        torn=sum(TORN.search(line.encode("utf-8", "replace")) is not None for line in lines),
+        torn=sum(is_torn(line.encode("utf-8", "replace")) for line in lines),
     )
 
 
@@ -268,7 +268,7 @@ def _choices(text: str) -> Iterator[LoggedChoice]:
 def _machine(lines: Sequence[str]) -> tuple[Machine | None, dict[str, float]]:
     """Return the first machine that is printed whole, and its GPUs' slowest links by rank."""
     starts = [number for number, line in enumerate(lines) if _SYSTEM.search(line)]
-    for start in starts[:_MOST_NODES]:
+    for start in starts[:_MOST_TRIED]:
         # Other ranks' lines stand between.
         who = lines[start].split("NCCL INFO")[0].split()[-2:]
         own = (

@@ -34,20 +34,20 @@ from tccl_py.simulator.model import MachineModel
 from tccl_py.workloads.nccl_log import ONE_FILE_A_RANK
 
 STANDARD_INPUT = "-"
-_TOPOLOGY = re.compile(r"<system\b.*?</system\s*>", re.DOTALL)
+_OPENED, _CLOSED = "<system", "</system>"
 _NUMBER = r"(\d{1,9}(?:\.\d{1,4})?)"
 _ROW = re.compile(
-    rf"\s*(?P<bytes>\d{{1,15}})\s+\d{{1,15}}\s+[a-z]\w{{1,12}}\s+\w{{1,10}}\s+-?\d{{1,5}}\s+{_NUMBER}\s+"
+    rf"(?<![\w.])(?P<bytes>\d{{1,15}})\s+\d{{1,15}}\s+[a-z]\w{{1,12}}\s+\w{{1,10}}\s+-?\d{{1,5}}\s+{_NUMBER}\s+"
     rf"{_NUMBER}\s+(?P<gbps>\d{{1,6}}\.\d{{1,4}})\s+(?P<wrong>\d{{1,15}}|N/A)"
     rf"(?:\s+{_NUMBER}\s+{_NUMBER}\s+(?P<in_place>\d{{1,6}}\.\d{{1,4}})\s+(?P<wrong_too>\d{{1,15}}|N/A))?"
-    r"\s*",
+    r"\s*$",
     re.ASCII,
 )
 _PROGRAM = re.compile(
     r"\b(all_reduce|all_gather|reduce_scatter|broadcast|reduce|alltoall|sendrecv)_perf\b"
 )
 _TITLE = re.compile(
-    r"\s*(?P<way>Uni|Bi)directional P2P=(?P<p2p>Enabled|Disabled).*Bandwidth.*Matrix.*", re.ASCII
+    r"\s*(?P<way>Uni|Bi)directional P2P=(?P<p2p>Enabled|Disabled).{0,60}Bandwidth.{0,60}", re.ASCII
 )
 _OTHERS = {
     "numactl": re.compile(r"^available: \d+ nodes? \(", re.MULTILINE),
@@ -164,12 +164,13 @@ def read_pasted(names: Sequence[str]) -> Pasted:
         kinds = []
         if text.lstrip()[:1] == "{" and _TRACE in text[:_HEAD]:
             raise InputError(where, "is a trace of PyTorch's profiler", "`tccl workload` reads it")
-        topology = _TOPOLOGY.search(text)
-        if topology is not None or text.lstrip("\ufeff \n")[:1] in ("{", "<"):
-            one = topology[0] if topology else text
+        before, opened, after = text.partition(_OPENED)
+        inner, closed, after = after.partition(_CLOSED)
+        if closed or text.lstrip("\ufeff \n")[:1] in ("{", "<"):
+            one = opened + inner + closed if closed else text
             descriptions.append(parse_description(one, where=where))
-            kinds.append("a topology file" if topology else "a machine")
-        rest = plain(_TOPOLOGY.sub("", text)) if topology or not kinds else ""
+            kinds.append("a topology file" if closed else "a machine")
+        rest = plain(before + after) if closed else "" if kinds else plain(text)
         plain_texts.append(rest)
         kinds += _kinds(rest)
         used += [f"{where}: {', '.join(kinds)}"] if kinds else []
@@ -227,7 +228,7 @@ def _tested(text: str) -> Iterator[TestedRate]:
     for line in text.splitlines():
         if program := _PROGRAM.search(line):
             collective = program[1]
-        if match := _ROW.fullmatch(line):
+        if match := _ROW.search(line):
             wrong = [int(n) for n in (match["wrong"], match["wrong_too"]) if n and n.isdigit()]
             yield TestedRate(
                 collective=collective or "not named",

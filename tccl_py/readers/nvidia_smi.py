@@ -72,7 +72,7 @@ _ROW = re.compile(
     rf"(?<!\S)(?!{_CELL})(?=[A-Za-z][^\s\d]{{0,40}}\d)\S{{1,64}}(?=\s+{_CELL})", re.ASCII
 )
 """A device's label before its first cell: what stands before it is a prompt or a log's prefix."""
-_RULE = re.compile(r"[-:=+| \t]*[-=|][-:=+| \t]*")
+_RULES = frozenset("-:=+| \t")
 _WAY = re.compile(r"topo\s+(?:-p2p|--p2p_query|--p2p)[ =]?([rwnap])\b")
 _DECIDES = "rwp"  # n is of NVLinks, a of atomic operations
 _NIC_NAME = re.compile(r"(NIC[0-9]{1,3}): *(\S{1,64})", re.ASCII)
@@ -85,27 +85,28 @@ _NAME = r"(?P<name>[A-Za-z][\w ./+()-]{1,80}?)"
 _MAKER = r"(?:NVIDIA|GeForce|Quadro|Tesla|TITAN) [\w ./+()-]{1,80}?"
 _BUS = r"(?P<bus>(?:[0-9A-Fa-f]{4,8}:)?[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-7])"
 _LISTED = [
-    re.compile(pattern, re.ASCII)
+    re.compile(rf"(?<!\S){pattern}$", re.ASCII)
     for pattern in (
         rf"GPU (?P<index>\d{{1,3}}): {_NAME}(?: \(UUID: .*)?",  # nvidia-smi -L, collect_env
-        rf"\s*(?P<index>\d{{1,3}})\s+(?P<name>{_MAKER})\.*\s+(?:On|Off|N/A)\s+{_BUS} .*",  # table
-        rf"(?P<index>\d{{1,3}}), (?P<name>{_MAKER})(?:,(?:.*?[ ,]{_BUS})?.*)?",  # a query
+        rf"(?P<index>\d{{1,3}})\s+(?P<name>{_MAKER})\.*\s+(?:On|Off|N/A)\s+{_BUS} .*",  # table
         rf"Device: (?P<index>\d{{1,3}}), {_NAME}, pciBusID: (?P<hex>[0-9a-f]{{1,2}}), "
         r"pciDeviceID: (?P<device>[0-9a-f]{1,2}), pciDomainID: ?(?P<domain>[0-9a-f]{1,8})",
-        rf"#\s+Rank .* device\s+(?P<index>\d{{1,3}}) \[[\w:.]{{1,16}}\] {_NAME}",  # nccl-tests
+        rf"(?P<index>\d{{1,3}}), (?P<name>{_MAKER})(?:,(?:.*?[ ,]{_BUS})?.*)?",  # a query
+        rf"device\s+(?P<index>\d{{1,3}}) \[[\w:.]{{1,16}}\] {_NAME}",  # nccl-tests
     )
 ]
 _UNNUMBERED = [
     re.compile(rf"(?P<name>{_MAKER})(?:,.*)?", re.ASCII),
     re.compile(
-        rf"{_BUS} (?:VGA|3D|Display) .*NVIDIA Corporation .*\[(?P<name>[^\]]{{2,80}})\].*",
+        rf"{_BUS} (?:VGA|3D|Display) .{{0,80}}NVIDIA Corporation .{{0,80}}"
+        r"\[(?P<name>[^\]]{2,80})\].*",
         re.ASCII,
     ),
 ]
 _ACCESS = re.compile(r"Device=(\d{1,3}) (CAN|CANNOT) Access Peer Device=(\d{1,3})", re.ASCII)
 _CPU_LINE = re.compile(
-    r"[ \t]*(?P<key>Architecture|Vendor ID|vendor_id|CPU family|cpu family|Model|model|Hypervisor "
-    r"vendor|Virtualization type)[ \t]*:[ \t]*(?P<value>\S{1,40})",
+    r"(?<!\S)(?P<key>Architecture|Vendor ID|vendor_id|CPU family|cpu family|Model|model|"
+    r"Hypervisor vendor|Virtualization type)[ \t]*:[ \t]*(?P<value>\S{1,40})",
 )
 _CPU_NAMES = {
     "AuthenticAMD": re.compile(r"\bAMD (?:EPYC|Ryzen|Threadripper)"),
@@ -252,7 +253,8 @@ def _gpu(index: int, parent: str, seen: _Seen) -> Gpu:
 def _split(text: str) -> Iterator[_Line]:
     """Yield lines, each row of a matrix as one, without columns' rules, prompts and prefixes."""
     for number, written in enumerate(text.splitlines(), start=1):
-        if _RULE.fullmatch(written):
+        rule = written[max(written.find("|"), 0) :]
+        if "-" in rule and _RULES.issuperset(rule):
             continue
         line = written.replace("|", " ")
         starts = [match.start() for match in _ROW.finditer(line)]
@@ -274,7 +276,8 @@ def _parse_matrices(
     rows = {at: filled[at + 1][1].split() if at + 1 < len(filled) else [] for at in headers}
     # A sentence may begin with GPU0.
     true = [at for at in headers if _ROW.match(" ".join(rows[at][:2]))] or headers
-    ways = [at for at in true if not {*rows[at]}.isdisjoint(_STATUSES)]
+    named = {at: _way_above(filled, at) for at in true}
+    ways = [at for at in true if named[at] or not {*rows[at]}.isdisjoint(_STATUSES)]
     starts = [at for at in true if at not in ways]
     if not starts:
         fault = "has no line that begins with GPU0, and is no machine in JSON or XML"
@@ -289,15 +292,18 @@ def _parse_matrices(
     unnamed: dict[tuple[int, int], bool] = {}
     for at in ways:
         told = _parse_p2p(filled, at, where)
-        way = next(
-            filter(None, (_WAY.search(line) for _, line in filled[max(0, at - 2) : at][::-1])), None
-        )
-        if way is None:
+        if not named[at]:
             # Of several without a name those of NVLinks and atomics say no where others say yes.
             unnamed |= {pair: yes or unnamed.get(pair, False) for pair, yes in told.items()}
-        elif way[1] in _DECIDES:
+        elif named[at] in _DECIDES:
             supported |= {pair: yes and supported.get(pair, True) for pair, yes in told.items()}
     return matrix, supported or unnamed
+
+
+def _way_above(lines: Sequence[_Line], at: int) -> str:
+    """Return the letter of the `topo -p2p` that stands right above a header, or ""."""
+    ways = (_WAY.search(line) for _, line in lines[max(0, at - 2) : at + 1])
+    return next((way[1] for way in ways if way), "")
 
 
 def _is_header(words: Sequence[str]) -> bool:
@@ -329,7 +335,7 @@ def _gpus_seen(lines: Sequence[str], gpus: Sequence[int], where: str) -> dict[in
 
     for number, line in enumerate(lines):
         bare = " ".join(line.replace("|", " ").split()) if "|" in line else line.strip()
-        if match := next(filter(None, (one.fullmatch(bare) for one in _LISTED)), None):
+        if match := next(filter(None, (one.search(bare) for one in _LISTED)), None):
             parts = match.groupdict()
             text = parts.get("bus") or ""
             if parts.get("hex"):
@@ -358,11 +364,12 @@ def _read_links(lines: Sequence[str], gpus: Sequence[int], seen: dict[int, _Seen
     """
     columns, *rows = csv.reader(lines, skipinitialspace=True)
     names = [_UNIT.sub("", column).strip() for column in columns]
+    names[0] = names[0].split(" ")[-1]  # Behind a prefix
     for index, row in zip(gpus, rows, strict=False):
         cells: dict[str, Any] = dict(
             zip(names, (_UNIT.sub("", cell) for cell in row), strict=False)
         )
-        number = cells.get("index", str(index))
+        number = cells.get("index", str(index)).split(" ")[-1]
         at = int(number) if number.isdecimal() and len(number) < 4 else -1
         if at not in gpus or len(row) != len(columns):
             return

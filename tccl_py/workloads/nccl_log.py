@@ -46,8 +46,7 @@ _CALL = re.compile(
     rb"op \d{1,10} root (?P<root>-?\d{1,7}) comm (?P<comm>0x[0-9a-f]{1,16}) "
     rb"\[nranks=\d{1,7}\] stream (?P<stream>\S{1,18})"
 )
-TORN = re.compile(rb"NCCL (?:INFO|WARN)[^\n]*?[^\s:]{1,255}:\d{1,10}:\d{1,10} \[-?\d{1,4}\] NCCL ")
-"""A line of one process inside that of another one."""
+_SENDER = re.compile(rb"[^\s:]:\d{1,10}:\d{1,10} \[-?\d{1,4}\] NCCL ")
 ONE_FILE_A_RANK = "write one file a rank, by NCCL_DEBUG_FILE=nccl.%h.%p.log"
 _LINES = re.compile(rb"^[^\n]*(?:: opCount |- Init COMPLETE)[^\n]*", re.MULTILINE)
 _TRANSFERS: dict[str, Side] = {"Send": "send", "Recv": "recv"}
@@ -55,6 +54,11 @@ _KNOWN = {*COLLECTIVES, *_TRANSFERS, "Gather", "Scatter"}
 _DTYPES: tuple[WorkloadDtype, ...] = get_args(WorkloadDtype)
 _Process = tuple[int, bytes, bytes]
 """Number of the file, host and process: one file may have several."""
+
+
+def is_torn(line: bytes) -> bool:
+    """Return whether a line of one process stands inside that of another one."""
+    return len(_SENDER.findall(line)) > 1
 
 
 class _Operations:
@@ -133,7 +137,7 @@ class _Reader:
 
     def read(self, line: bytes, file: int) -> None:
         """Read a line of file number `file`."""
-        if TORN.search(line) is not None:
+        if is_torn(line):
             self._torn += 1
         elif (match := _CALL.search(line)) is not None:
             self._read_call(match, self._process(match, file))
