@@ -140,8 +140,7 @@ class MachineRuns:
             sets=plan.sets_measured,
             seconds=time.monotonic() - began,
             cpu_seconds=time.process_time() - cpu,
-            note=f"{plan.rate_gbps / plan.stock.rate_gbps:.2f} x default"
-            + (", assumed" if plan.assumed else ""),
+            note=f"{plan.gain('graph'):.2f} x default" + (", assumed" if plan.assumed else ""),
         )
 
     def _tccl(self, default: Stock) -> Entry:

@@ -167,7 +167,6 @@ class Plan(Keys, kw_only=True):
     kept: Annotated[dict[str, str], says("the pinned environment")]
     recommended: ChoiceName
     choices: Choices
-    stock: Choice
     cancelled: bool
     notices: list[str]
     assumptions: Annotated[list[str], says("the assumptions of bound and rates")]

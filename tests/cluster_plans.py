@@ -11,6 +11,7 @@ from tccl_py.plan.chains import Choice, HostPath, PlanChain, PlanHop, PlannedHos
 from tccl_py.plan.load import check_plan
 from tccl_py.plan.plan import Plan
 from tests.nccl_nodes import with_nics
+from tests.planned import replace_plan
 from tests.toy import toy_machine
 
 NOTHING = Knowledge()
@@ -64,28 +65,28 @@ def cluster_plan(hosts, chains, *, order=None, gpus=None, settings=None, **chang
         planned.append(PlannedHost(name=name, path=kinds[key], first_rank=rank))
         rank += len(used[machine.name])
     ranks = tuple(range(rank))
+    own = {"settings": Settings(), "rings": (ranks,), "predicted_gbps": 5.0, "assumed": True}
+    own = Choice(name="variables", **own)
     plan = Plan(
         cluster=cluster,
         class_gpus=tuple(tuple(used[one.machine.name]) for one in cluster.classes),
         hosts=tuple(planned),
         paths=tuple(passages),
-        settings=settings,
         settings_verified=True,
-        rate_gbps=RATE,
         bound_gbps=12.5,
         proven=False,
         simulated=True,
-        assumed=True,
         strategy="best-first",
         sets_measured=7,
         sets_remembered=3,
         sets_by_symmetry=2,
-        stock=Choice(
-            settings=Settings(), rings=(ranks,), rate_gbps=5.0, assumed=True, note="as it is"
-        ),
-        variables=Choice(settings=Settings(), rings=(ranks,), rate_gbps=5.0, assumed=True),
+        choices={
+            "default": msgspec.structs.replace(own, name="default", note="as it is"),
+            "variables": own,
+            "graph": Choice(name="graph", settings=settings, predicted_gbps=RATE, assumed=True),
+        },
     )
-    return check_plan(msgspec.structs.replace(plan, **changes), where="plan")
+    return check_plan(replace_plan(plan, **changes), where="plan")
 
 
 def mixed(**changes):

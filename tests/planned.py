@@ -5,6 +5,7 @@ import functools
 import msgspec
 
 from tccl_py.model.cluster import class_name, single_host
+from tccl_py.plan.chains import CHOICES
 from tccl_py.plan.staging import MANIFEST_FILE, read_manifest, with_manifest
 from tccl_py.planning.planner import make_plan
 from tccl_py.search.problem import Budget
@@ -37,14 +38,27 @@ def through(space, subset):
     return space.only(lambda h: h.flow.through == nodes.get(h.source, h.flow.through))
 
 
+def replace_plan(plan, **changes):
+    """A plan with other fields, other choices by name, or changes of its graph files' choice."""
+    ways = {name: plan.choices.get(name) for name in CHOICES}
+    ways = {name: changes.pop(name.replace("-", "_"), way) for name, way in ways.items()}
+    fields = ("settings", "rate_gbps", "error", "fails", "achieved_gbps", "assumed")
+    graph = {name: changes.pop(name) for name in fields if name in changes}
+    if "rate_gbps" in graph:
+        graph["predicted_gbps"] = graph.pop("rate_gbps")
+    ways = {n: msgspec.structs.replace(way, name=n) for n, way in ways.items() if way is not None}
+    plan = msgspec.structs.replace(plan, choices=ways, **changes)
+    return plan.with_choice("graph", **{"settings": plan.settings} | graph)
+
+
 def needing_a_graph(plan):
     """A plan whose rings are twice as fast as what NCCL does without a graph file, for all sets."""
     half = plan.rate_gbps / 2
     subsets = tuple(msgspec.structs.replace(one, gains=True) for one in plan.subsets)
-    return msgspec.structs.replace(
+    return replace_plan(
         plan,
-        stock=msgspec.structs.replace(plan.stock, rate_gbps=half),
-        variables=msgspec.structs.replace(plan.variables, rate_gbps=half),
+        default=msgspec.structs.replace(plan.choices["default"], predicted_gbps=half),
+        variables=msgspec.structs.replace(plan.choices["variables"], predicted_gbps=half),
         subsets=subsets,
     )
 
@@ -56,7 +70,7 @@ def with_parts(plan, *, machine=None, knowledge=None, gpus=None, rings=None, **c
     path = msgspec.structs.replace(plan.paths[0], chains=rings or plan.rings)
     cluster = single_host(machine, knowledge, gpus)
     host = msgspec.structs.replace(plan.hosts[0], name=cluster.names[0])
-    return msgspec.structs.replace(
+    return replace_plan(
         plan, cluster=cluster, class_gpus=(gpus,), hosts=(host,), paths=(path,), **changes
     )
 

@@ -257,7 +257,7 @@ def test_a_plan_has_nccls_choices_by_size_for_default_nccl_and_the_recommended_c
     assert {(row.algorithm, row.channels) for row in found.sizes["graph"].rows} == {("ring", 2)}
     # What the first question of the plan has answered is not asked again.
     known = InstalledRings(plan.machine, plan.knowledge, plan.gpus, sizes=nccl_here.SIZES)
-    plain = plan.stock.settings
+    plain = plan.choices["default"].settings
     assert known([plain, msgspec.structs.replace(plain, p2p_level="LOC")])
     assert nccl_here.with_answers(plan, known) == found
     default = msgspec.structs.replace(plan, winner="default")
@@ -364,7 +364,7 @@ def test_a_measured_plan_has_nccls_own_rings_and_files_that_it_loads(monkeypatch
     assert result.exit_code == 0
     assert "planned for NCCL" not in result.stderr
     plan = load_plan(place)
-    assert set(plan.stock.rings) == {(0, 2, 1, 3)}
+    assert set(plan.choices["default"].rings) == {(0, 2, 1, 3)}
     assert any("the plan takes what it runs" in one for one in plan.notices)
     assert "it was tried" in plan.notices
     assert len(asks) == 2
@@ -471,7 +471,7 @@ def test_where_nccl_does_otherwise_the_plan_takes_that_and_says_so(monkeypatch, 
         version="2.28",
         own_rings=lambda choices: [found for _ in choices],
     )
-    assert plan.stock.rings == other
+    assert plan.choices["default"].rings == other
 
 
 def test_all_choices_are_asked_for_before_anything_is_measured(h200):

@@ -175,5 +175,5 @@ def test_a_source_that_fails_within_a_search_loses_nothing_that_was_found():
     whole = make_plan(BOX.machine, BOX.knowledge, Simulator(BOX), budget=Budget(sets=200))
     plan = make_plan(BOX.machine, BOX.knowledge, Table(30), budget=Budget(sets=200))
     assert plan.sets_measured == 30
-    assert plan.variables.rate_gbps <= plan.rate_gbps <= whole.rate_gbps
+    assert plan.choices["variables"].rate_gbps <= plan.rate_gbps <= whole.rate_gbps
     assert any("no row" in notice for notice in plan.notices)

@@ -267,7 +267,7 @@ def test_hosts_with_cables_at_different_ports_are_planned_apart(tmp_path):
     ends = [(c.entry_nic, c.exit_nic) for host in plan.hosts for c in plan.paths[host.path].chains]
     assert set(ends) == {(0, 0), (1, 1)}
     assert plan.choices["default"].rate_gbps is None
-    assert plan.variables.rate_gbps == pytest.approx(12.25, rel=0.01)
+    assert plan.choices["variables"].rate_gbps == pytest.approx(12.25, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from tccl_py.simulator.descriptions import load_bundled, model_for
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.bench import Bench, bench_of
 from tests.nccl_cases import CASES
-from tests.planned import ASUS, FEW, FOUR_GPUS, PCIE, SMALL, plan_of
+from tests.planned import ASUS, FEW, FOUR_GPUS, PCIE, SMALL, plan_of, replace_plan
 from tests.test_reference_plans import PLANS
 from tests.toy import toy_machine
 
@@ -71,9 +71,11 @@ RATES = st.floats(1.0, 100.0)
 @given(RATES, RATES, RATES, st.floats(0.0, 0.2), st.booleans())
 def test_no_choice_is_recommended_where_a_smaller_one_is_as_good(one, two, three, error, rated):
     plan = plan_of(PCIE)
-    stock = msgspec.structs.replace(plan.stock, rate_gbps=one if rated else None, error=error)
-    variables = msgspec.structs.replace(plan.variables, rate_gbps=two)
-    plan = msgspec.structs.replace(plan, stock=stock, variables=variables, rate_gbps=three)
+    stock = msgspec.structs.replace(
+        plan.choices["default"], predicted_gbps=one if rated else None, error=error
+    )
+    variables = msgspec.structs.replace(plan.choices["variables"], predicted_gbps=two)
+    plan = replace_plan(plan, default=stock, variables=variables, rate_gbps=three)
     rates = [choice.rate_gbps or 0.0 for choice in plan.choices.values()]
     place = list(plan.choices).index(plan.recommended)
     chosen = plan.choices[plan.recommended]
@@ -89,12 +91,12 @@ HANGS = Failure(verdict="hangs", pairs=(FailingPair(0, 1),))
 
 def failing(plan, names):
     """Return a plan whose choices of these names do not run."""
-    replace, gone = msgspec.structs.replace, {"rate_gbps": None, "fails": HANGS}
+    replace, gone = msgspec.structs.replace, {"predicted_gbps": None, "fails": HANGS}
     if "default" in names:
-        plan = replace(plan, stock=replace(plan.stock, **gone))
+        plan = replace_plan(plan, default=replace(plan.choices["default"], **gone))
     if "variables" in names:
-        plan = replace(plan, variables=replace(plan.variables, **gone))
-    return replace(plan, fails=HANGS if "graph" in names else None)
+        plan = replace_plan(plan, variables=replace(plan.choices["variables"], **gone))
+    return replace_plan(plan, fails=HANGS if "graph" in names else None)
 
 
 @given(
@@ -103,11 +105,11 @@ def failing(plan, names):
     st.sampled_from([None, "default", "variables", "graph"]),
 )
 def test_a_choice_that_runs_beats_any_that_fails(rates, names, winner):
-    plan = msgspec.structs.replace(plan_of(PCIE), large_buffers=None, winner=winner)
-    plan = msgspec.structs.replace(
+    plan = replace_plan(plan_of(PCIE), large_buffers=None, winner=winner)
+    plan = replace_plan(
         plan,
-        stock=msgspec.structs.replace(plan.stock, rate_gbps=rates[0]),
-        variables=msgspec.structs.replace(plan.variables, rate_gbps=rates[1]),
+        default=msgspec.structs.replace(plan.choices["default"], predicted_gbps=rates[0]),
+        variables=msgspec.structs.replace(plan.choices["variables"], predicted_gbps=rates[1]),
         rate_gbps=rates[2],
         bound_gbps=None,
     )
@@ -128,7 +130,7 @@ def test_a_choice_that_runs_beats_any_that_fails(rates, names, winner):
 
 
 def test_a_choice_that_fails_is_told_with_its_pairs_and_never_has_a_rate(tmp_path):
-    plan = msgspec.structs.replace(plan_of(PCIE), large_buffers=None)
+    plan = replace_plan(plan_of(PCIE), large_buffers=None)
     plan = failing(plan, {"default"})
     plan.save(tmp_path / "plan.json")
     assert load_plan(tmp_path / "plan.json") == plan
@@ -140,8 +142,8 @@ def test_a_choice_that_fails_is_told_with_its_pairs_and_never_has_a_rate(tmp_pat
     assert lines["default NCCL"].startswith("fails (hangs): ")
     graph = failing(plan, {"default", "variables"})
     assert "<- recommended: the smallest that runs" in dict(summary(graph))["graph file"]
-    rated = msgspec.structs.replace(plan.stock, rate_gbps=1.0)
-    msgspec.structs.replace(plan, stock=rated).save(tmp_path / "wrong.json")
+    rated = msgspec.structs.replace(plan.choices["default"], predicted_gbps=1.0)
+    replace_plan(plan, default=rated).save(tmp_path / "wrong.json")
     with pytest.raises(InputError, match="rate of a choice that fails"):
         load_plan(tmp_path / "wrong.json")
 
@@ -149,7 +151,7 @@ def test_a_choice_that_fails_is_told_with_its_pairs_and_never_has_a_rate(tmp_pat
 @pytest.mark.parametrize("name", FOUR_GPUS)
 def test_variables_do_at_least_as_well_as_any_p2p_level_with_the_rings_that_nccl_picks(name):
     model = load_bundled(name)
-    best = plan_of(name).variables.rate_gbps
+    best = plan_of(name).choices["variables"].rate_gbps
     for level in (None, "SYS", "PHB", "PXB", "LOC"):
         settings = Settings(p2p_level=level)
         found = default_choice(view(model.machine, model.knowledge, settings))
@@ -171,8 +173,8 @@ def test_variables_do_at_least_as_well_as_any_p2p_level_with_the_rings_that_nccl
 def test_default_nccl_that_would_go_over_nics_is_not_rated_and_no_gain_is_claimed():
     machine = read_nccl_topology(CASES / "nccl-cases" / "amd4nogdr.xml")
     plan = make_plan(machine, Knowledge(), Simulator(model_for(machine)), budget=FEW)
-    assert plan.stock.rate_gbps is None
-    assert "over their NICs" in plan.stock.note
+    assert plan.choices["default"].rate_gbps is None
+    assert "over their NICs" in plan.choices["default"].note
     assert plan.gain(plan.recommended) is None
     assert "default NCCL" not in plan.advice
     assert environment(plan.job_settings)["NCCL_NET_DISABLE_INTRA"] == "1"
@@ -186,8 +188,8 @@ def test_default_nccl_that_goes_through_another_gpu_is_not_rated_and_stays():
     machine = msgspec.structs.replace(toy_machine(gpus=3, numa_nodes=2), nvlinks=links)
     source = Simulator(msgspec.structs.replace(model_for(machine), knowledge=knowledge))
     plan = make_plan(machine, knowledge, source, budget=FEW)
-    assert "through the memory of another" in plan.stock.note
-    assert (plan.stock.rate_gbps, plan.recommended) == (None, "default")
+    assert "through the memory of another" in plan.choices["default"].note
+    assert (plan.choices["default"].rate_gbps, plan.recommended) == (None, "default")
     # Neither does any set of GPUs gain over it.
     task = Task(
         machine=machine,
@@ -225,7 +227,6 @@ def test_the_json_has_what_scripts_rely_on():
     assert list(shown["choices"]) == [name for name in CHOICES if name != "large-buffers"]
     for choice in shown["choices"].values():
         assert {"rate_gbps", "settings", "environment", "rings", "note"} <= set(choice)
-    assert shown["stock"] == shown["choices"]["default"]
     assert shown["choices"]["graph"]["rate_gbps"] == shown["rate_gbps"]
     assert shown["choices"]["graph"]["environment"] == {"NCCL_P2P_LEVEL": "SYS"}
 

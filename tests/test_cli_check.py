@@ -282,11 +282,12 @@ def test_the_host_backend_is_checked_by_itself(plan):
         for hop, flow, (i, j) in zip(hops, flows, pairs, strict=True)
     )
     ring = msgspec.structs.replace(made.rings[0], hops=hops)
+    two = {"rings": ((0, 1),), "assumed": False}
     made = with_parts(
         made, machine=place.machine, knowledge=place.knowledge, gpus=(0, 1), rings=(ring,),
         simulated=False, assumed=False, dry_run=True, subsets=(),
-        stock=msgspec.structs.replace(made.stock, rings=((0, 1),), assumed=False),
-        variables=msgspec.structs.replace(made.variables, rings=((0, 1),), assumed=False),
+        default=msgspec.structs.replace(made.choices["default"], **two),
+        variables=msgspec.structs.replace(made.choices["variables"], **two),
         alternatives=(),
     )  # fmt: skip
     shutil.rmtree(plan)

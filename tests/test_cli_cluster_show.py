@@ -22,7 +22,7 @@ from tccl_py.plan.text import assumptions, choice_json
 from tccl_py.planning.plan_sources import hosts_again
 from tccl_py.sources.journal import JournalFile
 from tests.cluster_plans import FOUR, LOCAL, PAIR, cluster_plan, equal_hosts, mixed
-from tests.planned import SMALL, plan_of, rebind
+from tests.planned import SMALL, plan_of, rebind, replace_plan
 
 
 def tccl(*arguments):
@@ -145,7 +145,6 @@ def test_json_has_the_keys_that_are_kept(directory):
                 "kept": {},
                 "recommended": "graph",
                 "choices": {name: choice_json(one) for name, one in plan.choices.items()},
-                "stock": choice_json(plan.stock),
                 "cancelled": False,
                 "notices": ["N2 left out"],
                 "assumptions": assumptions(plan),
@@ -168,11 +167,11 @@ def test_json_has_a_ring_of_global_ranks_for_each_channel(tmp_path):
 @pytest.mark.parametrize("arguments", [("show",), ("show", "--json"), ("show", "--hops")])
 def test_nothing_in_a_plan_reaches_the_terminal_as_a_command(arguments, tmp_path):
     plan = mixed(notices=("\x1b[31mred\x9b",))
-    stock = msgspec.structs.replace(plan.stock, note="\x1b]0;x\x07")
+    stock = msgspec.structs.replace(plan.choices["default"], note="\x1b]0;x\x07")
     machine = msgspec.structs.replace(plan.cluster.classes[0].machine, name="\x1b[2J")
     first = msgspec.structs.replace(plan.cluster.classes[0], machine=machine)
     cluster = msgspec.structs.replace(plan.cluster, classes=(first, *plan.cluster.classes[1:]))
-    plan = msgspec.structs.replace(plan, stock=stock, cluster=cluster)
+    plan = replace_plan(plan, default=stock, cluster=cluster)
     result = tccl(arguments[0], saved(plan, tmp_path / "plan"), *arguments[1:])
     assert result.exit_code == 0
     assert not set("\x00\x07\x1b\x7f\x9b") & set(result.output)

@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import msgspec
 import pytest
 from typer.testing import CliRunner
 
@@ -19,7 +18,7 @@ from tccl_py.simulator.source import Simulator
 from tccl_py.sources.bench import Bench
 from tccl_py.sources.journal import JournalFile
 from tests.cluster_plans import FOUR, PAIR, cluster_plan
-from tests.planned import as_only, rebind
+from tests.planned import as_only, rebind, replace_plan
 from tests.sessions import Fake, measures_by
 
 PLANS = Path(__file__).parent.parent / "plans"
@@ -59,7 +58,7 @@ def directory(tmp_path):
 
 def measured(directory):
     """Make the plan and its journal say that they were measured."""
-    plan = msgspec.structs.replace(load_plan(directory), simulated=False, assumed=False)
+    plan = replace_plan(load_plan(directory), simulated=False, assumed=False)
     plan.save(directory / "plan.json")
     rebind(directory)
     journal = directory / "measurements.jsonl"

@@ -4,7 +4,6 @@ import itertools
 import json
 import re
 
-import msgspec
 import pytest
 from typer.testing import CliRunner
 
@@ -15,7 +14,7 @@ from tccl_py.plan.load import load_plan
 from tccl_py.plan.tables import kept_files
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.tccl_fork import mask_of
-from tests.planned import SMALL, as_only, plan_of
+from tests.planned import SMALL, as_only, plan_of, replace_plan
 from tests.tccl_runtime import found_ring, parse_tccl_xml, read_tccl_xml
 
 
@@ -137,7 +136,7 @@ def test_the_text_is_as_the_forks_parser_wants_it(cluster):
 @pytest.fixture
 def measured_cluster(cluster, tmp_path):
     """The cluster's plan as if it had been measured_cluster, with its tables."""
-    plan = msgspec.structs.replace(load_plan(cluster), simulated=False, assumed=False)
+    plan = replace_plan(load_plan(cluster), simulated=False, assumed=False)
     (tmp_path / "measured").mkdir()
     write_plan(plan, tmp_path / "measured", tables=kept_files(cluster))
     return tmp_path / "measured"
@@ -181,6 +180,6 @@ def test_a_measured_clusters_chains_are_the_fastest_of_its_tables_by_equal_means
 def test_a_measured_cluster_without_tables_is_refused(cluster, tmp_path):
     place = tmp_path / "plan"
     place.mkdir()
-    write_plan(msgspec.structs.replace(load_plan(cluster), simulated=False, assumed=False), place)
+    write_plan(replace_plan(load_plan(cluster), simulated=False, assumed=False), place)
     said = refused(place, "--runtime", "tccl")
     assert "has no tables of chains" in said and "the cluster's plan" in said

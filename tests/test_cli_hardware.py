@@ -28,7 +28,7 @@ from tccl_py.sources import opening
 from tccl_py.sources.journal import JournalFile, read_journal
 from tccl_py.sources.profiled import MeasurementOptions, measured_machine, search_options
 from tccl_py.statistics import median_interval
-from tests.planned import SMALL, WRX
+from tests.planned import SMALL, WRX, replace_plan
 from tests.sessions import PRINT, Fake, measures_by
 
 KEYS = ["set", "gbps", "total_gbps", "simulated", "assumed", "dry_run"]
@@ -455,7 +455,7 @@ def test_env_says_how_a_measured_plan_gets_rings_for_some_of_many_gpus(tmp_path,
     monkeypatch.setattr("tccl_py.delivery.job.driver_facts", lambda: None)
     monkeypatch.setattr("tccl_py.delivery.fit.fingerprint_of", lambda facts: PRINT)
     reference = load_plan(Path(__file__).parent.parent / "plans" / f"{WRX}.json")
-    plan = msgspec.structs.replace(reference, simulated=False, assumed=False)
+    plan = replace_plan(reference, simulated=False, assumed=False)
     write_plan(plan, tmp_path, fingerprint=PRINT)
     result = tccl("env", tmp_path, "--gpus", "0,3", "--choice", "graph")
     assert result.exit_code == 1

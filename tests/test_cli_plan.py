@@ -28,7 +28,7 @@ from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.journal import read_journal
-from tests.planned import ASUS, PCIE, SMALL, WRX, as_only, needing_a_graph, plan_of
+from tests.planned import ASUS, PCIE, SMALL, WRX, as_only, needing_a_graph, plan_of, replace_plan
 
 KEYS = ["rings", "rate_gbps", "bound_gbps", "proven", "sets_measured", "simulated", "settings"]
 
@@ -82,7 +82,7 @@ def test_plan_and_show_print_the_same_json_with_stable_keys(tmp_path):
     shown = json.loads(done("show", tmp_path, "--json").stdout)
     assert made == shown
     assert set(KEYS) <= set(made)
-    assert {"rings", "rate_gbps"} <= set(made["stock"])
+    assert {"rings", "rate_gbps"} <= set(made["choices"]["default"])
     assert len(made["rings"]) == made["settings"]["channels"]
     assert all(sorted(ring) == [0, 1, 2, 3] for ring in made["rings"])
     assert made["simulated"] is True
@@ -129,7 +129,7 @@ def test_what_no_job_has_shown_is_said_until_jobs_decide(tmp_path):
 def test_a_measured_plan_recommends_default_nccl_until_jobs_have_run(capsys):
     plan = plan_of("intel-v100")
     assert plan.recommended == "variables"
-    measured = msgspec.structs.replace(plan, simulated=False, assumed=False)
+    measured = replace_plan(plan, simulated=False, assumed=False)
     made = until_jobs_decide(measured)
     assert made.recommended == "default"
     assert "variables only, NCCL_P2P_LEVEL=PHB loses in any row" in capsys.readouterr().err
@@ -172,7 +172,7 @@ def test_max_sets_is_the_number_of_sets_that_the_whole_run_measures(most, tmp_pa
     plan = load_plan(tmp_path)
     # A part is left to smaller sets of GPUs, which a plan without graph files does not need.
     assert most * 3 / 4 <= plan.sets_measured <= most
-    assert plan.rate_gbps >= plan.stock.rate_gbps > 0
+    assert plan.rate_gbps >= plan.choices["default"].rate_gbps > 0
     kept = read_journal(tmp_path / "measurements.jsonl").measurements
     assert sum(map(len, kept.values())) == plan.sets_measured
     again = json.loads(done("plan", tmp_path, *options, "--force", "--json").stdout)
@@ -190,8 +190,11 @@ def test_a_plan_resumed_with_a_larger_limit_rates_default_nccl_as_before(tmp_pat
     assert few.sets_measured == len(kept) < sum(map(len, kept.values()))
     resumed, _ = planned("resumed", 40)
     whole, _ = planned("whole", 40)
-    assert few.stock == resumed.stock == whole.stock
-    assert (resumed.rate_gbps, resumed.variables) == (whole.rate_gbps, whole.variables)
+    assert few.choices["default"] == resumed.choices["default"] == whole.choices["default"]
+    assert (resumed.rate_gbps, resumed.choices["variables"]) == (
+        whole.rate_gbps,
+        whole.choices["variables"],
+    )
 
 
 def test_a_plan_says_whether_the_limit_of_sets_cut_it_short(tmp_path):
@@ -222,7 +225,7 @@ def test_no_set_of_a_plan_ends_after_max_seconds_but_the_first(set_s, most_s, mo
     budget = Budget(seconds=most_s)
     plan = make_plan(model.machine, model.knowledge, Slow(model, noise=0.05), budget=budget)
     assert 0 < Slow.now_s - 100.0 <= max(most_s, set_s)
-    assert plan.stock.rate_gbps
+    assert plan.choices["default"].rate_gbps
     assert any("limit of sets or seconds" in text for text in plan.notices)
 
 
@@ -336,7 +339,7 @@ def test_an_interrupted_plan_goes_on_as_if_nothing_had_been(patience, noise, tmp
     assert "interrupted: " in cut.stderr
     best = json.loads(cut.stdout)
     assert best["cancelled"]
-    assert best["rate_gbps"] >= best["stock"]["rate_gbps"]
+    assert best["rate_gbps"] >= best["choices"]["default"]["rate_gbps"]
     assert [list(ring) for ring in load_plan(tmp_path / "cut").channel_rings] == best["rings"]
     done("env", tmp_path / "cut")
     kept = (tmp_path / "cut" / "measurements.jsonl").read_text()

@@ -11,7 +11,7 @@ from tccl_py.nccl.plugin import LIBRARY
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.retuning import retuned
-from tests.planned import SMALL, needing_a_graph, plan_of
+from tests.planned import SMALL, needing_a_graph, plan_of, replace_plan
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +68,8 @@ def test_env_names_what_contradicts_the_plan_and_is_not_replaced_by_what_it_expo
     place.mkdir()
     plan = plan_of(SMALL)
     larger = replace(plan.settings, buffsize=1 << 20)
-    variables = replace(plan.variables, settings=larger, rate_gbps=plan.rate_gbps)
-    write_plan(replace(retuned(plan, larger), variables=variables), place)
+    variables = replace(plan.choices["variables"], settings=larger, predicted_gbps=plan.rate_gbps)
+    write_plan(replace_plan(retuned(plan, larger), variables=variables), place)
 
     def errors(choice="graph", **own):
         clean = {name: text for name, text in os.environ.items() if not name.startswith("NCCL_")}
@@ -214,7 +214,7 @@ def test_ranks_on_other_hosts_too_get_no_graph_file_of_one(directory, tmp_path):
     # Other hosts have other GPUs than a measured plan, and would get no variables.
     measured = tmp_path / "measured"
     measured.mkdir()
-    write_plan(replace(load_plan(directory), simulated=False, assumed=False), measured)
+    write_plan(replace_plan(load_plan(directory), simulated=False, assumed=False), measured)
     away = run(measured, "--choice", "graph", "--", "env", **two)
     assert "the plan is disabled" in away.stderr and "NCCL_" not in away.stdout
     assert "the plan is disabled" in run(measured, "--alike", "--", "true", **two).stderr

@@ -334,7 +334,10 @@ def test_of_settings_that_gain_those_that_slow_no_send_recv_are_taken_first(
     found = tccl("verify", place, "--backend", "host", "--tune", "--sizes", "4K,64M", "--json")
     assert found.exit_code == 0, found.stderr
     after = load_plan(place)
-    assert (after.recommended, after.variables.settings.buffsize) == (recommended, buffsize << 10)
+    assert (after.recommended, after.choices["variables"].settings.buffsize) == (
+        recommended,
+        buffsize << 10,
+    )
     # What gains and slows send/recv is offered, with what it slows.
     assert ("send/recv of 64 KiB, 1 MiB, 64 MiB (0.75)" in advice(after)) == (buffsize == 256)
     answer = json.loads(found.stdout)
@@ -355,7 +358,7 @@ def test_tuning_takes_variables_where_they_are_as_fast_as_a_graph_file(place, jo
     assert found.exit_code == 0, found.stdout
     after = load_plan(place)
     assert after.recommended == "variables"
-    settings = after.variables.settings
+    settings = after.choices["variables"].settings
     assert (settings.min_channels, settings.buffsize) == (16, 512 << 10)
     assert "NCCL_MIN_NCHANNELS=16" in found.stderr
     assert after.gain("variables") == pytest.approx(1.4, rel=0.02)
@@ -387,8 +390,11 @@ def test_copy_engines_that_lose_at_a_size_are_not_recommended(tmp_path, jobs):
     assert max(one.gbps for one in engines) > 1.5 * kept.tried[0].gbps
     after = load_plan(place)
     # They are offered for large messages, with a note on the small.
-    assert (after.recommended, after.variables.settings.shm_copy_engine) == ("default", "both")
-    assert "4 KiB" in after.variables.note
+    assert (after.recommended, after.choices["variables"].settings.shm_copy_engine) == (
+        "default",
+        "both",
+    )
+    assert "4 KiB" in after.choices["variables"].note
     assert "tuned: default NCCL\n" in found.stderr
 
 

@@ -126,19 +126,23 @@ HOPS = (*CHAIN, "hops")
         ),
         ((*HOPS, 2, "gbps"), -3.0, "$.paths[0].chains[0].hops[2].gbps"),
         # settings
-        (("settings", "channels"), 3, "has 2 rings for 3 channels"),
-        (("settings", "channels"), 0, "settings.channels"),
-        (("settings", "cross_nic"), 0, "with NCCL_CROSS_NIC=0 both are the same"),
-        (("settings", "ib_hca"), ["mlx5_0"], "left by NIC 1; the settings let"),
-        (("settings", "ib_hca"), ["$(reboot)"], "settings.ib_hca[0]"),
-        (("settings", "version"), "9", "9"),
+        (("choices", "graph", "settings", "channels"), 3, "has 2 rings for 3 channels"),
+        (("choices", "graph", "settings", "channels"), 0, "settings.channels"),
+        (
+            ("choices", "graph", "settings", "cross_nic"),
+            0,
+            "with NCCL_CROSS_NIC=0 both are the same",
+        ),
+        (("choices", "graph", "settings", "ib_hca"), ["mlx5_0"], "left by NIC 1; the settings let"),
+        (("choices", "graph", "settings", "ib_hca"), ["$(reboot)"], "settings.ib_hca[0]"),
+        (("choices", "graph", "settings", "version"), "9", "9"),
         # rates
-        (("rate_gbps",), 1e300, "$.rate_gbps"),
-        (("rate_gbps",), 13.0, "has rate 13.0 and bound 12.5"),
+        (("choices", "graph", "predicted_gbps"), 1e300, "$.choices[...].predicted_gbps"),
+        (("choices", "graph", "predicted_gbps"), 13.0, "has rate 13.0 and bound 12.5"),
         (("bound_gbps",), 1e9, "$.bound_gbps"),
         (("whole_ring_gbps",), 0.0, "$.whole_ring_gbps"),
-        (("stock", "rate_gbps"), 0, "$.stock.rate_gbps"),
-        (("stock", "rings"), [[0, 1]], "ring [0, 1] does not visit"),
+        (("choices", "default", "predicted_gbps"), 0, "$.choices[...].predicted_gbps"),
+        (("choices", "default", "rings"), [[0, 1]], "ring [0, 1] does not visit"),
         (("sets_measured",), -HUGE, "$.sets_measured"),
         # of another kind
         (
@@ -201,7 +205,9 @@ def test_every_step_stays_on_its_rail_also_that_from_the_last_host_to_the_first(
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999", "-1e999", "1" * 400])
 def test_numbers_that_are_none_are_refused(number, tmp_path):
-    text = json.dumps(saved(mixed())).replace('"rate_gbps": 10.0', f'"rate_gbps": {number}')
+    text = json.dumps(saved(mixed())).replace(
+        '"predicted_gbps": 10.0', f'"predicted_gbps": {number}'
+    )
     assert "does not fit" in refused(text, tmp_path)
 
 
@@ -210,7 +216,7 @@ def test_a_plan_nested_too_deep_is_refused(tmp_path):
     assert "nested too deep" in refused(head + '{"hosts": [' + "[" * 100_000, tmp_path)
 
 
-PLACES = ["hosts", "class_gpus", "paths", "settings", "stock", "cluster", "rate_gbps", "bound_gbps"]
+PLACES = ["hosts", "class_gpus", "paths", "choices", "cluster", "bound_gbps"]
 ODD = st.one_of(
     st.none(),
     st.booleans(),

@@ -277,7 +277,7 @@ def test_rings_of_a_cluster_go_over_all_ranks_host_by_host(rails):
 
 
 def test_a_cluster_plan_is_never_below_stock_and_says_that_it_is_simulated(rails):
-    assert rails.rate_gbps >= rails.stock.rate_gbps
+    assert rails.rate_gbps >= rails.choices["default"].rate_gbps
     assert rails.simulated
     assert rails.assumed
     assert rails.provenance == "simulated from assumed values"
@@ -321,7 +321,7 @@ def test_default_nccl_is_as_fast_as_on_its_slowest_class_of_hosts():
     for hosts in ([machines[0]] * 2, [machines[1]] * 2, machines, machines[::-1]):
         cluster = cluster_with(hosts)
         sources = [Simulator(model_for(one.machine)) for one in cluster.classes]
-        rates.append(make_cluster_plan(cluster, sources, budget=SMALL).stock.rate_gbps)
+        rates.append(make_cluster_plan(cluster, sources, budget=SMALL).choices["default"].rate_gbps)
     assert rates[0] < rates[1]
     assert rates[2:] == pytest.approx([rates[0]] * 2)
 
@@ -354,7 +354,10 @@ def test_the_given_order_is_kept_where_that_is_asked_and_shares_the_uplinks():
     assert free.bound_gbps == pytest.approx(2.0)
     # Default NCCL joins the hosts as they are given, and passes each uplink twice.
     for plan in (kept, free):
-        assert [plan.stock.rate_gbps, plan.variables.rate_gbps] == pytest.approx([1.0, 1.0])
+        assert [
+            plan.choices["default"].rate_gbps,
+            plan.choices["variables"].rate_gbps,
+        ] == pytest.approx([1.0, 1.0])
     # The bound is about all orders, so that a kept one is not proven where another is better.
     assert kept.bound_gbps >= free.rate_gbps
     assert not kept.proven
@@ -449,7 +452,7 @@ def test_an_interrupted_search_gives_the_best_so_far():
     cluster = cluster_with([machine, machine])
     plan = make_cluster_plan(cluster, [Simulator(model_for(machine))], reporter=Impatient())
     assert plan.cancelled
-    assert plan.rate_gbps >= plan.stock.rate_gbps * 0.99
+    assert plan.rate_gbps >= plan.choices["default"].rate_gbps * 0.99
 
 
 # Placing a node's sets on hosts
@@ -712,7 +715,7 @@ def test_measuring_hosts_ends_in_time_and_leaves_some_to_all_classes_and_tables(
     tables, budget = [], Budget(seconds=most_s)
     plan = make_cluster_plan(cluster, sources, budget=budget, gpus_per_job="2", tables=tables)
     assert 0 < Slow.now_s - 100.0 <= max(most_s, set_s)
-    assert plan.stock.rate_gbps
+    assert plan.choices["default"].rate_gbps
     assert any("limit of sets or seconds" in text for text in plan.notices)
     assert len(tables) == (1 if set_s > most_s else 2) * len(cluster.classes)
 
@@ -732,6 +735,6 @@ def test_unlike_classes_without_time_get_the_limit_once_more_and_a_set_each(
     cluster = cluster_with([model.machine for model in models])
     sources = [Slow(model) for model in models]
     plan = make_cluster_plan(cluster, sources, budget=Budget(seconds=limit_s), tables=[])
-    assert plan.rate_gbps >= plan.stock.rate_gbps > 0
+    assert plan.rate_gbps >= plan.choices["default"].rate_gbps > 0
     assert Slow.now_s - 100.0 <= 2 * (limit_s + len(names) * set_s)
     assert plan.cut_short

@@ -201,7 +201,7 @@ def test_a_model_tells_large_messages_alone_and_in_all_groups_at_once():
     found = predicted(sizes)
     assert (found.unknown, [row.bytes for row in found.rows]) == (0.25, [64 << 20])
     plan = plan_of("asus-esc8000a-e13p")
-    seconds = 3 * bus_gbps("all_reduce", 8, 64 << 20, 1.0) / plan.stock.rate_gbps
+    seconds = 3 * bus_gbps("all_reduce", 8, 64 << 20, 1.0) / plan.choices["default"].rate_gbps
     assert found.choices["default"].seconds == pytest.approx(seconds)
     assert f"({plan.basis_of_gain(plan.recommended)})" in communication_line(found)
     assert predicted(workload(("all_reduce", 4096, 1), ranks=8)) is None

@@ -22,7 +22,7 @@ from tccl_py.plan.machine_files import ANY_HOST
 from tccl_py.plan.results import planned_fingerprint
 from tccl_py.readers.live import GpuFacts
 from tests.cluster_plans import mixed
-from tests.planned import SMALL, needing_a_graph, plan_of
+from tests.planned import SMALL, needing_a_graph, plan_of, replace_plan
 
 MEASURED = Fingerprint(
     gpu_uuids=("GPU-a", "GPU-b", "GPU-c", "GPU-d"),
@@ -56,7 +56,7 @@ STILL_FITS = {
 def measured(tmp_path):
     """A plan as if it had been measured, and its directory."""
     plan = needing_a_graph(plan_of(SMALL))
-    plan = msgspec.structs.replace(plan, simulated=False, assumed=False)
+    plan = replace_plan(plan, simulated=False, assumed=False)
     directory = tmp_path / "plan"
     directory.mkdir()
     write_plan(plan, directory, fingerprint=MEASURED)
@@ -254,7 +254,7 @@ def test_a_plan_is_for_jobs_over_its_own_gpus_alone(tmp_path, gpus):
 
 @pytest.mark.parametrize("known", [4, 3, 0])
 def test_the_plugin_has_an_index_only_where_uuids_tell_all_gpus(tmp_path, known):
-    plan = msgspec.structs.replace(needing_a_graph(plan_of(SMALL)), simulated=False, assumed=False)
+    plan = replace_plan(needing_a_graph(plan_of(SMALL)), simulated=False, assumed=False)
     uuids = tuple(f"GPU-0000000{gpu}-0000-0000-0000-000000000000" for gpu in range(known))
     write_plan(plan, tmp_path, fingerprint=msgspec.structs.replace(MEASURED, gpu_uuids=uuids))
     assert (tmp_path / "nccl" / INDEX_FILE).exists() == (known == 4)

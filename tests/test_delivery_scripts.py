@@ -6,7 +6,6 @@ import stat
 import subprocess
 from pathlib import Path
 
-import msgspec
 import pytest
 from typer.testing import CliRunner
 
@@ -17,7 +16,7 @@ from tccl_py.model.machine import Fingerprint
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.plan.directory import write_plan
 from tests.cluster_plans import mixed
-from tests.planned import SMALL, needing_a_graph, plan_of
+from tests.planned import SMALL, needing_a_graph, plan_of, replace_plan
 
 PRINT = Fingerprint(
     gpu_uuids=("GPU-aa", "GPU-bb", "GPU-cc", "GPU-dd"),
@@ -33,7 +32,7 @@ EXPORTS = ["export NCCL_P2P_LEVEL=SYS", "export NCCL_BUFFSIZE=524288"]
 @pytest.fixture
 def measured(tmp_path):
     """A plan as if it had been measured, and its directory."""
-    plan = msgspec.structs.replace(needing_a_graph(plan_of(SMALL)), simulated=False, assumed=False)
+    plan = replace_plan(needing_a_graph(plan_of(SMALL)), simulated=False, assumed=False)
     directory = tmp_path / "my box"
     directory.mkdir()
     write_plan(plan, directory, fingerprint=PRINT)

@@ -2,7 +2,6 @@
 
 import json
 
-import msgspec
 import pytest
 from typer.testing import CliRunner
 
@@ -12,7 +11,7 @@ from tccl_py.errors import InputError
 from tccl_py.health.drift import metric_labels
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
-from tests.planned import SMALL, needing_a_graph, plan_of
+from tests.planned import SMALL, needing_a_graph, plan_of, replace_plan
 
 MARK = "DRY RUN"
 
@@ -27,7 +26,7 @@ def place(tmp_path, monkeypatch):
     monkeypatch.setenv("NCCL_CONF_FILE", str(tmp_path / "nccl.conf"))
     (tmp_path / "state").mkdir()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    made = msgspec.structs.replace(
+    made = replace_plan(
         needing_a_graph(plan_of(SMALL)), simulated=False, assumed=False, dry_run=True
     )
     directory = tmp_path / "plan"

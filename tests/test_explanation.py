@@ -27,7 +27,7 @@ from tccl_py.sources.bench import Bench
 from tccl_py.sources.opening import open_source
 from tests.fakes import random_resources, two_uplinks
 from tests.nccl_nodes import with_nics
-from tests.planned import SEVERAL_GPUS, with_parts
+from tests.planned import SEVERAL_GPUS, replace_plan, with_parts
 from tests.toy import no_symmetry, toy_machine
 
 PLANS = Path(__file__).parent.parent / "plans"
@@ -335,7 +335,7 @@ def test_a_network_flow_that_crowds_a_memory_is_named():
 
 def test_in_a_dry_run_flows_share_cores_and_no_links_that_are_not_there():
     name = "intel-v100"
-    dry = msgspec.structs.replace(plan_of(name), simulated=False, assumed=False, dry_run=True)
+    dry = replace_plan(plan_of(name), simulated=False, assumed=False, dry_run=True)
     found = explain(dry, Simulator(load_bundled(name)))
     shares = [text for ring in found.rings for one in ring.findings for text in one.shares]
     assert any("the core in the place of GPU" in text for text in shares)

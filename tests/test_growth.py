@@ -24,6 +24,7 @@ from tccl_py.simulator.source import Simulator
 from tccl_py.sources.bench import Bench
 from tccl_py.sources.journal import JournalFile, read_journal, widen_journal
 from tests.networked import networked_machine
+from tests.planned import replace_plan
 from tests.test_cli_plan import Impatient, done, tccl
 
 FEW = ("--rings", "1", "--max-sets", "60")
@@ -168,8 +169,8 @@ def test_hosts_that_cannot_be_added_leave_the_plan(words, said, two, hosts, tmp_
 
 def test_simulated_hosts_do_not_join_measured_ones(two, hosts, tmp_path):
     plan = load_plan(two)
-    stock = msgspec.structs.replace(plan.stock, assumed=False)
-    measured = msgspec.structs.replace(plan, simulated=False, stock=stock)
+    stock = msgspec.structs.replace(plan.choices["default"], assumed=False)
+    measured = replace_plan(plan, simulated=False, default=stock)
     write_plan(measured, two, tables=kept_files(two))
     words = ("--simulate", "amd-v100", "--hosts", "a[1-3]")
     result = tccl("plan", "-o", two, *words)

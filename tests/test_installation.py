@@ -44,7 +44,7 @@ from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.statistics import Interval
 from tests.cluster_plans import mixed
-from tests.planned import SMALL, needing_a_graph, plan_of
+from tests.planned import SMALL, needing_a_graph, plan_of, replace_plan
 from tests.skips import mark_needs
 
 SETTINGS = Settings(version="2.28", p2p_level="SYS", channels=8, buffsize=524288)
@@ -388,7 +388,7 @@ LOADING = {"NCCL_ENV_PLUGIN": "/plan/lib.so", "TCCL_INDEX": "/plan/index", "NCCL
 @pytest.mark.parametrize("equal", [True, False])
 def test_a_line_with_another_value_of_any_variable_of_the_plan_is_refused(tmp_path, name, equal):
     plan = msgspec.structs.replace(PLAN, variables=PLAN.variables | LOADING)
-    value = plan.variables[name] if equal else plan.variables[name] + "0"
+    value = plan.choices["variables"][name] if equal else plan.choices["variables"][name] + "0"
     path = tmp_path / "file"
     path.write_text(f"NCCL_DEBUG=INFO\n{name}={value}\n")
     before = path.read_bytes()
@@ -455,7 +455,7 @@ def measured(tmp_path):
 
 def measured_plan(tmp_path, **changes):
     plan = plan_of(SMALL, **changes)
-    plan = msgspec.structs.replace(plan, simulated=False, assumed=False)
+    plan = replace_plan(plan, simulated=False, assumed=False)
     directory = tmp_path / "plan"
     directory.mkdir()
     uuids = tuple(f"GPU-{number}" for number in range(4))
@@ -545,9 +545,11 @@ def test_the_smallest_choice_that_runs_is_installed_without_jobs_where_default_n
     plan = plan_of("intel-v100")
     fails = Failure(verdict="hangs", pairs=(FailingPair(0, 1),))
     note = "nothing that GPU 1 writes arrives"
-    stock = msgspec.structs.replace(plan.stock, rate_gbps=None, fails=fails, note=note)
+    stock = msgspec.structs.replace(
+        plan.choices["default"], predicted_gbps=None, fails=fails, note=note
+    )
     measured = {"simulated": False, "assumed": False, "large_buffers": None}
-    plan = msgspec.structs.replace(plan, stock=stock, winner="default", **measured)
+    plan = replace_plan(plan, default=stock, winner="default", **measured)
     assert plan.recommended == "variables"
     directory = tmp_path / "plan"
     directory.mkdir()
@@ -567,8 +569,8 @@ def test_the_smallest_choice_that_runs_is_installed_without_jobs_where_default_n
 
 def test_a_choice_for_a_workload_is_installed_for_that_workload_alone(tmp_path):
     plan = plan_of("intel-v100")
-    assert plan.variables.settings.p2p_level == "PHB"
-    plan = msgspec.structs.replace(plan, simulated=False, assumed=False, winner="default")
+    assert plan.choices["variables"].settings.p2p_level == "PHB"
+    plan = replace_plan(plan, simulated=False, assumed=False, winner="default")
     directory = tmp_path / "plan"
     directory.mkdir()
     uuids = tuple(f"GPU-{number}" for number in range(4))

@@ -167,7 +167,8 @@ def test_a_plan_whose_settings_are_not_those_of_its_kept_variables_is_refused(ke
 def test_other_settings_that_a_plan_compares_must_keep_to_its_variables_too(tmp_path):
     plan = plan_of(SMALL)
     settings = msgspec.structs.replace(plan.settings, p2p_level="LOC")
-    path = saved(tmp_path, pinned_env=OFF, settings=msgspec.to_builtins(settings))
+    choices = msgspec.to_builtins(plan.with_choice("graph", settings=settings).choices)
+    path = saved(tmp_path, pinned_env=OFF, choices=choices)
     with pytest.raises(InputError, match=r"is for jobs with NCCL_P2P_DISABLE=1"):
         load_plan(path)
 
@@ -192,8 +193,12 @@ def test_where_p2p_is_off_all_that_a_plan_speaks_of_bounces(name):
     assert {one.settings.p2p_level for one in plan.alternatives} == {"LOC"}
     assert plan.settings.p2p_level == "LOC"
     assert all(flow.is_bounce for flow in flows_of(plan))
-    assert plan.rate_gbps >= plan.variables.rate_gbps * (1 - 1e-9)
-    assert plan.variables.settings.p2p_level == plan.stock.settings.p2p_level == "LOC"
+    assert plan.rate_gbps >= plan.choices["variables"].rate_gbps * (1 - 1e-9)
+    assert (
+        plan.choices["variables"].settings.p2p_level
+        == plan.choices["default"].settings.p2p_level
+        == "LOC"
+    )
     stock = [one for one in ring_flows(plan) if one.name == "stock"]
     assert all(flow.is_bounce for one in stock for flow in one.flows)
 
@@ -202,18 +207,18 @@ def test_where_p2p_is_off_all_that_a_plan_speaks_of_bounces(name):
 def test_stock_is_what_nccl_does_with_the_variable_too(name):
     plan, model = kept_plan(name), load_bundled(name)
     choice = default_choice(view(model.machine, model.knowledge, Settings(p2p_level="LOC")))
-    assert plan.stock.rings == choice.rings
-    assert "NCCL_P2P_LEVEL" not in plan.stock.note
-    assert ("simple order" in plan.stock.note) == choice.fallback
-    if "over their NICs" in plan.stock.note:
-        assert plan.stock.rate_gbps is None
+    assert plan.choices["default"].rings == choice.rings
+    assert "NCCL_P2P_LEVEL" not in plan.choices["default"].note
+    assert ("simple order" in plan.choices["default"].note) == choice.fallback
+    if "over their NICs" in plan.choices["default"].note:
+        assert plan.choices["default"].rate_gbps is None
         return
     orders = condensed(choice.rings)
     settings = Settings(p2p_level="LOC", channels=max(1, choice.channels // 2))
     space = hop_space(view(model.machine, model.knowledge, settings), rings_in_set=len(orders))
     rings = ring_set([ring_like(space, order) for order in orders])
     (measured,) = Simulator(model).measure([rings.flows])
-    assert plan.stock.rate_gbps == pytest.approx(len(orders) * measured.rate_gbps)
+    assert plan.choices["default"].rate_gbps == pytest.approx(len(orders) * measured.rate_gbps)
 
 
 def test_a_level_stays_though_the_search_falls_back_under_it():
@@ -227,12 +232,12 @@ def test_a_level_stays_though_the_search_falls_back_under_it():
 
 def test_where_nccl_would_go_over_its_nics_it_is_not_rated_and_no_gain_is_claimed():
     plan = kept_plan(NICS)
-    assert plan.stock.rate_gbps is None
-    assert "over their NICs" in plan.stock.note
-    assert plan.variables.settings.net_disable_intra
+    assert plan.choices["default"].rate_gbps is None
+    assert "over their NICs" in plan.choices["default"].note
+    assert plan.choices["variables"].settings.net_disable_intra
     assert plan.gain(plan.recommended) is None
     assert "x default NCCL" not in plan.advice
-    assert kept_plan(SMALL).stock.note == ""
+    assert kept_plan(SMALL).choices["default"].note == ""
 
 
 @pytest.mark.parametrize("name", [ASUS, SMALL])
@@ -361,7 +366,7 @@ def test_a_clusters_plan_keeps_to_it_on_every_host(tmp_path):
     inner = [h.flow for path in plan.paths for c in path.chains for h in c.hops[1:-1]]
     assert inner
     assert all(flow.is_bounce for flow in inner)
-    assert plan.rate_gbps >= (plan.stock.rate_gbps or 0.0) * (1 - 1e-9)
+    assert plan.rate_gbps >= (plan.choices["default"].rate_gbps or 0.0) * (1 - 1e-9)
     plan.save(tmp_path / "plan.json")
     assert load_plan(tmp_path) == plan
     fields = json.loads((tmp_path / "plan.json").read_text())

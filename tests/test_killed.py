@@ -23,7 +23,7 @@ from tccl_py.planning.output import output_directory
 from tccl_py.simulator.descriptions import load_bundled
 from tests.cluster_plans import equal_hosts, mixed
 from tests.killed import killed_at, killed_at_each
-from tests.planned import PCIE, SMALL, as_only, plan_of
+from tests.planned import PCIE, SMALL, as_only, plan_of, replace_plan
 
 FINDING = "verify.json"
 MEMORY = "/dev/shm"
@@ -120,7 +120,7 @@ def test_a_run_that_is_killed_leaves_the_old_plan_or_the_new_one(kind, tmp_path)
 
 def test_tuning_that_is_killed_leaves_the_plan_as_it_was_or_tuned(tmp_path):
     plan = few_files(SMALL)
-    tuned = msgspec.structs.replace(plan, achieved_gbps=plan.rate_gbps)
+    tuned = replace_plan(plan, achieved_gbps=plan.rate_gbps)
     place = tmp_path / "plan"
 
     def begin():

@@ -25,7 +25,7 @@ from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tests.fakes import scaled
 from tests.nccl_cases import machine
-from tests.planned import PCIE, SMALL, as_only
+from tests.planned import PCIE, SMALL, as_only, replace_plan
 from tests.verified import FakeJobs, changed, dry_run, run_verification
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -106,7 +106,7 @@ def test_where_the_best_variables_cut_chunks_a_plan_has_the_best_that_do_not(pla
 def test_where_variables_leave_chunks_alone_there_is_no_such_choice(pinned):
     model = load_bundled(SMALL)
     plan = make_plan(model.machine, model.knowledge, Simulator(model), pinned_env=pinned)
-    assert plan.large_buffers is None
+    assert plan.choices.get("large-buffers") is None
     assert list(plan.choices) == [name for name in CHOICES if name != "large-buffers"]
 
 
@@ -120,7 +120,7 @@ def test_a_measured_plan_says_which_choices_jobs_have_to_judge(plan, capsys):
 
 def test_commands_print_and_deliver_the_choice(plan, place):
     assert load_plan(place) == plan
-    variables = environment(plan.large_buffers.settings)
+    variables = environment(plan.choices.get("large-buffers").settings)
     shown = tccl("show", place).stdout
     assert "large buffers" in shown
     assert "chunks of send/recv as by default" in " ".join(shown.split())
@@ -137,7 +137,7 @@ def test_a_choice_that_a_plan_does_not_have_is_refused(tmp_path):
     refused = tccl("env", tmp_path, "--choice", "large-buffers")
     assert (refused.exit_code, refused.stdout) == (2, "")
     assert "it has default, variables, graph" in refused.stderr
-    with pytest.raises(InputError, match="large buffers"):
+    with pytest.raises(InputError, match="large-buffers"):
         check_plan(changed(plan, winner="large-buffers"), where="plan.json")
 
 
@@ -173,13 +173,16 @@ def test_jobs_decide_whether_large_buffers_are_harmless(plan, place, transferred
     # Nothing was tuned: what was measured still holds.
     kept = ("rate_gbps", "bound_gbps", "bound_assumptions", "limit_gbps", "notices", "paths")
     assert picked(settled, *kept) == picked(plan, *kept)
-    noted = settled.large_buffers.note, settled.variables.note
+    noted = settled.choices.get("large-buffers").note, settled.choices["variables"].note
     assert tuple(map(bool, noted)) == (transferred == 0.9, transferred is not None)
     fair = FakeJobs(lambda size, _: 1e-4 + size / 1e10, noise=0.001)
     later = run_verification(settled, place, dry_run(settled, fair), budget)
     without = read_target(settled, place).settled(later).plan
-    assert (without.large_buffers.note, without.variables.note) == ("", "")
-    assert settled.large_buffers.achieved_gbps == found.arm("large-buffers").gbps
+    assert (without.choices.get("large-buffers").note, without.choices["variables"].note) == (
+        "",
+        "",
+    )
+    assert settled.choices.get("large-buffers").achieved_gbps == found.arm("large-buffers").gbps
     assert (
         headline(found)[0]
         .split(": ")[1]
@@ -204,7 +207,7 @@ def test_a_graph_file_that_promises_more_is_compared_as_well_and_by_itself_alway
     budget = RunBudget(sizes=(4096, 64 * MIB))
     alone = run_verification(plan, place, dry_run(plan, jobs), budget, choice="graph")
     assert [arm.name for arm in alone.arms] == ["default", "graph"]
-    faster = changed(plan, rate_gbps=2 * plan.rate_gbps, bound_gbps=None)
+    faster = replace_plan(plan, rate_gbps=2 * plan.rate_gbps, bound_gbps=None)
     found = run_verification(faster, place, dry_run(plan, jobs), budget)
     assert [arm.name for arm in found.arms] == list(CHOICES)
     assert len({found.order.count(letter) for letter in "ABCDE"}) == 1
@@ -222,7 +225,7 @@ def test_settings_that_equal_large_buffers_are_timed_as_these_and_keep_what_jobs
     plan, place
 ):
     target = read_target(plan, place)
-    equal = target.retuned({"variables": plan.large_buffers.settings})
+    equal = target.retuned({"variables": plan.choices.get("large-buffers").settings})
     assert equal.arm("variables").name == "large-buffers"
     assert equal.arm("graph").name == "graph"
     rates = {"default": 15.0, "large-buffers": 24.0, "variables": 30.0}
@@ -230,7 +233,7 @@ def test_settings_that_equal_large_buffers_are_timed_as_these_and_keep_what_jobs
 
 
 def test_plans_that_differ_in_large_buffers_alone_differ(plan):
-    assert diff(plan, changed(plan, large_buffers=None)).keys() == {
+    assert diff(plan, replace_plan(plan, large_buffers=None)).keys() == {
         "large_buffers",
         "large_buffers_gbps",
     }
@@ -241,8 +244,8 @@ def test_plans_that_differ_in_large_buffers_alone_differ(plan):
 def test_a_graph_file_is_compared_beside_large_buffers_only_where_it_promises_more(
     plan, tmp_path, gain, winner
 ):
-    rate = plan.variables.rate_gbps * gain
-    made = changed(plan, rate_gbps=rate, bound_gbps=None, proven=False, winner=winner)
+    rate = plan.choices["variables"].rate_gbps * gain
+    made = replace_plan(plan, rate_gbps=rate, bound_gbps=None, proven=False, winner=winner)
     write_plan(made, tmp_path, models=as_only(load_bundled(SMALL)))
     jobs = FakeJobs(lambda size, environment: 1e-4)
     found = run_verification(made, tmp_path, dry_run(made, jobs), RunBudget(sizes=(4096,)))

@@ -22,7 +22,7 @@ from tccl_py.planning.study import bare_copies, limit_gbps
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tests.fakes import space_of
-from tests.planned import PCIE, SMALL, plan_of
+from tests.planned import PCIE, SMALL, plan_of, replace_plan
 from tests.profiler_pools import options, pool_of
 from tests.test_kept import kept_plan
 from tests.test_reference_plans import PLANS
@@ -77,7 +77,7 @@ def test_the_limit_of_direct_hops_is_the_better_of_copy_engines_and_kernels():
     copies = [" ".join(f"G{i}->{by}{i}->G{j}" for i, j in pairs) for by in "DG"]
     measured = Simulator(load_bundled(SMALL)).measure([parse_set(text) for text in copies])
     assert plan.limit_gbps == max(one.rate_gbps for one in measured)
-    assert plan.limit_gbps > plan.stock.rate_gbps
+    assert plan.limit_gbps > plan.choices["default"].rate_gbps
 
 
 def test_the_limit_of_bounces_is_through_buffers_as_small_as_their_fifos():
@@ -151,8 +151,8 @@ def test_a_share_of_the_limit_that_the_recommended_choice_has_not_is_said_of_the
 def test_a_choice_that_is_faster_by_less_than_a_percent_has_no_share_of_its_own():
     plan = plan_of(PCIE)
     rate = plan.rate_gbps
-    variables = msgspec.structs.replace(plan.variables, rate_gbps=1.005 * rate)
-    plan = msgspec.structs.replace(plan, variables=variables, winner="graph", limit_gbps=2 * rate)
+    variables = msgspec.structs.replace(plan.choices["variables"], predicted_gbps=1.005 * rate)
+    plan = replace_plan(plan, variables=variables, winner="graph", limit_gbps=2 * rate)
     assert limit_text(plan).endswith("the plan gets 50% of it")
 
 

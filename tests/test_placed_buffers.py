@@ -281,7 +281,9 @@ def test_settings_of_placed_buffers_are_not_tuned_and_run_with_the_plugin(plan, 
     target = read_target(plan, directory)
     assert set(target.arm("graph").variables) == WITH_PLUGIN
     assert not [found for stage in stages(target, "graph") for found in stage(plan.settings)]
-    assert any(list(stage(plan.variables.settings)) for stage in stages(target, "variables"))
+    assert any(
+        list(stage(plan.choices["variables"].settings)) for stage in stages(target, "variables")
+    )
 
 
 def test_jobs_get_placed_buffers_by_the_plugin_alone(directory):

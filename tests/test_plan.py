@@ -34,7 +34,17 @@ from tccl_py.search.strategies import find_rings
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tests.networked import MadeUp
-from tests.planned import ASUS, FEW, FOUR_GPUS, PCIE, SEVERAL_GPUS, SMALL, WRX, plan_of
+from tests.planned import (
+    ASUS,
+    FEW,
+    FOUR_GPUS,
+    PCIE,
+    SEVERAL_GPUS,
+    SMALL,
+    WRX,
+    plan_of,
+    replace_plan,
+)
 from tests.reference_strategies import brute_force
 from tests.report_pages import PLANS
 from tests.toy import toy_machine
@@ -89,7 +99,7 @@ def assert_used(plan, name, text):
 @pytest.mark.parametrize("name", SEVERAL_GPUS)
 def test_a_plan_is_never_below_stock_and_its_rate_is_that_of_its_slowest_hop(name):
     plan = plan_of(name)
-    assert plan.rate_gbps >= plan.stock.rate_gbps
+    assert plan.rate_gbps >= plan.choices["default"].rate_gbps
     assert plan.bound_gbps is None or plan.bound_gbps >= plan.rate_gbps
     slowest = min(ring.rate_gbps for ring in plan.rings)
     assert plan.rate_gbps == pytest.approx(len(plan.rings) * slowest)
@@ -115,7 +125,7 @@ def test_the_rates_of_a_plan_are_what_the_simulator_says_of_its_flows(name):
 
 def test_on_the_asus_machine_a_plan_is_a_quarter_faster_than_stock():
     plan = plan_of(ASUS)
-    assert plan.rate_gbps >= 1.25 * plan.stock.rate_gbps
+    assert plan.rate_gbps >= 1.25 * plan.choices["default"].rate_gbps
     assert len(plan.rings) > 1
 
 
@@ -268,7 +278,7 @@ def test_assumed_values_are_told_of_the_choices_that_they_lie_behind():
     assert f"default NCCL {mark}" in plan.advice
     assert plan_json(plan)["choices"]["default"]["assumed"]
     # Files of the recommended variables are not marked by the graph file's rates.
-    other = msgspec.structs.replace(plan, assumed=True, winner="variables")
+    other = replace_plan(plan, assumed=True, winner="variables")
     files = nccl_files(other, ANYWHERE)
     assert other.provenance == "simulated"
     for name, basis in {"nccl.conf": "simulated.", "graph.xml": mark[1:-1]}.items():
@@ -315,7 +325,7 @@ def test_with_noise_a_plan_is_neither_below_stock_nor_far_from_the_best(seed):
     model = load_bundled("amd-v100")
     noisy = Simulator(model, noise=0.05, seed=seed)
     plan = make_plan(model.machine, model.knowledge, noisy, ring_counts=(1, 2))
-    assert plan.rate_gbps >= plan.stock.rate_gbps
+    assert plan.rate_gbps >= plan.choices["default"].rate_gbps
     slowest = min(ring.rate_gbps for ring in plan.rings)
     assert plan.rate_gbps == pytest.approx(len(plan.rings) * slowest)
     flows = transfer_set(hop.flow for ring in plan.rings for hop in ring.hops)
@@ -387,7 +397,7 @@ def test_a_value_of_another_type_is_named(given):
 def test_the_other_strategy_plans_too():
     plan = plan_of("intel-v100", strategy="nccl-order", ring_counts=(1,), gpus=(0, 1, 2))
     assert plan.strategy == "nccl-order"
-    assert plan.rate_gbps >= plan.stock.rate_gbps
+    assert plan.rate_gbps >= plan.choices["default"].rate_gbps
 
 
 # What is in a plan file may be anybody's: each of these changes is refused with one sentence.
@@ -414,7 +424,7 @@ TAMPERED = {
     "another version": (
         changed,
         (("format_version",), 1),
-        "(format version 1); this program reads version 2",
+        "(format version 1); this program reads version 3",
     ),
     "a version of words": (changed, (("format_version",), "one"), "Expected `int`, got `str`"),
     "a field of a later program": (
@@ -449,22 +459,46 @@ TAMPERED = {
         "ring [0, 3] does not visit [0, 1] once",
     ),
     "a subset outside": (changed, (("subsets", 0, "gpus"), [0, 7]), "is for GPUs [0, 7]"),
-    "stock rings over others": (changed, (("stock", "rings", 0), [0, 1]), "ring [0, 1] does not"),
-    "a negative rate": (changed, (("rate_gbps",), -1.0), "`$.rate_gbps`"),
+    "stock rings over others": (
+        changed,
+        (("choices", "default", "rings", 0), [0, 1]),
+        "ring [0, 1] does not",
+    ),
+    "a negative rate": (changed, (("choices", "graph", "predicted_gbps"), -1.0), "predicted_gbps`"),
     "a rate of 0": (changed, ((*HOP, "gbps"), 0.0), "chains[0].hops[0].gbps`"),
     "a huge rate": (changed, (("subsets", 0, "rate_gbps"), 1e300), "`$.subsets[0].rate_gbps`"),
     "a limit of 0": (changed, (("limit_gbps",), 0.0), "`$.limit_gbps`"),
     "no cluster": (changed, (("cluster",), None), "does not fit"),
-    "a rate that is NaN": (changed, (("rate_gbps",), math.nan), "does not fit"),
-    "a rate that is infinite": (changed, (("rate_gbps",), math.inf), "does not fit"),
+    "a rate that is NaN": (
+        changed,
+        (("choices", "graph", "predicted_gbps"), math.nan),
+        "does not fit",
+    ),
+    "a rate that is infinite": (
+        changed,
+        (("choices", "graph", "predicted_gbps"), math.inf),
+        "does not fit",
+    ),
     "a bound below the rate": (
         changed,
         (("bound_gbps",), 0.5),
         "and bound 0.5; a bound is never below",
     ),
-    "no channels": (changed, (("settings", "channels"), 0), "settings.channels"),
-    "10^9 channels": (changed, (("settings", "channels"), 10**9), "channels is 1000000000"),
-    "a version that is none": (changed, (("settings", "version"), "new"), "is no version"),
+    "no channels": (
+        changed,
+        (("choices", "graph", "settings", "channels"), 0),
+        "settings.channels",
+    ),
+    "10^9 channels": (
+        changed,
+        (("choices", "graph", "settings", "channels"), 10**9),
+        "channels is 1000000000",
+    ),
+    "a version that is none": (
+        changed,
+        (("choices", "graph", "settings", "version"), "new"),
+        "is no version",
+    ),
     "a path type that is none": (
         changed,
         (("paths", 0, "type_intra"), '"/>'),
@@ -500,7 +534,7 @@ def test_a_tampered_plan_is_refused_with_one_sentence(case, tmp_path):
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("field", ["hosts", "settings", "paths", "simulated", "class_gpus"])
+@pytest.mark.parametrize("field", ["hosts", "choices", "paths", "simulated", "class_gpus"])
 def test_a_plan_without_one_of_its_fields_is_refused(field, tmp_path):
     document = whole()
     del document[field]

@@ -30,7 +30,7 @@ from tccl_py.simulator.descriptions import load_bundled, read_description
 from tccl_py.sources.journal import read_journal
 from tccl_py.sources.profiled import MeasurementOptions
 from tests.cluster_plans import mixed
-from tests.planned import ASUS, FOUR_GPUS, SMALL, plan_of
+from tests.planned import ASUS, FOUR_GPUS, SMALL, plan_of, replace_plan
 
 NODE = "nvswitch-8gpu-8nic"
 
@@ -179,11 +179,11 @@ def test_a_difference_names_what_changed_alone(tmp_path):
 def test_a_difference_in_settings_of_either_choice_is_named():
     plan = plan_of(SMALL)
     settings = msgspec.structs.replace(plan.settings, channels=2 * plan.settings.channels)
-    more = msgspec.structs.replace(plan, settings=settings)
+    more = replace_plan(plan, settings=settings)
     assert list(tccl_py.diff(plan, more)) == ["channels"]
-    settings = msgspec.structs.replace(plan.variables.settings, buffsize=1 << 20)
-    variables = msgspec.structs.replace(plan.variables, settings=settings)
-    other = msgspec.structs.replace(plan, variables=variables)
+    settings = msgspec.structs.replace(plan.choices["variables"].settings, buffsize=1 << 20)
+    variables = msgspec.structs.replace(plan.choices["variables"], settings=settings)
+    other = replace_plan(plan, variables=variables)
     assert tccl_py.diff(plan, other) == {"variables": ({}, {"NCCL_BUFFSIZE": str(1 << 20)})}
 
 

@@ -332,7 +332,7 @@ def test_a_plan_of_broken_links_has_what_runs_and_keeps_the_proof(box, tmp_path)
     assert {pair for fact in kept.proof.facts for pair in [(fact.one, fact.other)]} == {
         (min(1, gpu), max(1, gpu)) for gpu in GPUS if gpu != 1
     }
-    assert load_plan(place).stock.fails is not None
+    assert load_plan(place).choices["default"].fails is not None
 
 
 def test_where_nccl_fails_without_p2p_too_nothing_is_planned(box, tmp_path):

@@ -29,7 +29,7 @@ from tccl_py.simulator.source import Simulator
 from tests.nccl_cases import CASES, machine
 from tests.nccl_exchange import Graph, connections, off_rails
 from tests.nccl_nodes import with_nics
-from tests.planned import rebind
+from tests.planned import rebind, replace_plan
 from tests.test_cli_plan import done
 from tests.toy import toy_machine
 
@@ -114,7 +114,7 @@ def test_a_choice_fails_exactly_where_nccl_would_leave_a_rail(kind, gpus, rails)
                 spreads=tree.balanced,
             )
             for algo, crossed in ((None, by_rings | by_trees), ("Ring", by_rings)):
-                choice = Choice(settings=Settings(algo=algo), rings=(), rate_gbps=1.0)
+                choice = Choice(name="default", settings=Settings(algo=algo), predicted_gbps=1.0)
                 judged = failing(choice, cluster(node, hosts), [[channels]])
                 assert (judged.fails is not None) == bool(crossed)
                 if judged.fails:
@@ -205,7 +205,7 @@ def test_jobs_of_any_number_of_hosts_get_a_choice_that_stays_on_its_rails(saved,
 def test_of_choices_that_connect_the_smallest_that_is_as_good_is_recommended():
     plan = planned(3)[0]
     assert plan.recommended == "graph"
-    slower = msgspec.structs.replace(plan, rate_gbps=plan.variables.rate_gbps, bound_gbps=None)
+    slower = replace_plan(plan, rate_gbps=plan.choices["variables"].rate_gbps, bound_gbps=None)
     assert slower.recommended == "variables"
     assert "NCCL_CROSS_NIC=0: default NCCL cannot connect here" in slower.advice
 
@@ -240,7 +240,7 @@ def test_a_plan_of_an_even_number_of_hosts_says_that_jobs_on_fewer_need_its_file
     model = load_machine("nvswitch-8gpu-8nic")
     hosts = cluster(model.machine, 4)
     plan = make_cluster_plan(hosts, [Simulator(model)], budget=Budget(sets=10, idle_sets=5))
-    assert plan.stock.fails is None and plan.recommended == "default"
+    assert plan.choices["default"].fails is None and plan.recommended == "default"
     assert any("as 3 of them, need the files" in notice for notice in plan.notices)
 
 

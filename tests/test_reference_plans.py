@@ -49,7 +49,7 @@ def test_a_reference_plan_is_of_the_bundled_machine_and_says_simulated(machine):
 @every_machine
 def test_a_reference_plan_is_neither_below_stock_nor_above_its_bound(machine):
     plan = stored(machine)
-    assert plan.rate_gbps >= plan.stock.rate_gbps * (1 - 1e-9)
+    assert plan.rate_gbps >= plan.choices["default"].rate_gbps * (1 - 1e-9)
     assert plan.bound_gbps is not None
     assert plan.rate_gbps <= plan.bound_gbps * (1 + 1e-9)
     assert plan.proven == (plan.bound_gbps <= plan.rate_gbps * 1.0101)
@@ -57,7 +57,7 @@ def test_a_reference_plan_is_neither_below_stock_nor_above_its_bound(machine):
 
 def test_the_asus_machine_gains_a_quarter_over_stock():
     plan = stored("asus-esc8000a-e13p")
-    assert plan.rate_gbps >= 1.25 * plan.stock.rate_gbps
+    assert plan.rate_gbps >= 1.25 * plan.choices["default"].rate_gbps
 
 
 @every_machine
@@ -83,5 +83,7 @@ def test_planning_again_gives_the_reference_plan(machine):
     assert again.rate_gbps == pytest.approx(plan.rate_gbps, rel=SAME), advice
     assert again.bound_gbps == pytest.approx(plan.bound_gbps, rel=SAME), advice
     assert again.proven == plan.proven, advice
-    assert again.stock.rings == plan.stock.rings, advice
-    assert again.stock.rate_gbps == pytest.approx(plan.stock.rate_gbps, rel=SAME), advice
+    assert again.choices["default"].rings == plan.choices["default"].rings, advice
+    assert again.choices["default"].rate_gbps == pytest.approx(
+        plan.choices["default"].rate_gbps, rel=SAME
+    ), advice

@@ -186,7 +186,7 @@ def test_the_page_of_every_reference_plan_is_whole_and_says_what_the_plan_says(n
     words = page.words
     assert words.startswith(f"{plan.provenance} {plan.machine.name}"), words[:80]
     assert f"{plan.rate_gbps:.2f} GB/s" in words
-    assert f"{plan.stock.rate_gbps:.2f} GB/s" in words
+    assert f"{plan.choices['default'].rate_gbps:.2f} GB/s" in words
     assert f"{plan.limit_gbps:.2f}" in words
     assert limit_text(plan) in words
     assert ("NCCL's choices by message size" in words) == any(size_notes(plan))
@@ -262,8 +262,8 @@ def test_some_gpus_of_a_machine_are_drawn_faint(tmp_path):
         PCIE,
         gpus=(0, 1),
         rings=(msgspec.structs.replace(ring, hops=hops),),
-        stock=msgspec.structs.replace(plan.stock, rings=((0, 1),)),
-        variables=msgspec.structs.replace(plan.variables, rings=((0, 1),)),
+        default=msgspec.structs.replace(plan.choices["default"], rings=((0, 1),)),
+        variables=msgspec.structs.replace(plan.choices["variables"], rings=((0, 1),)),
         subsets=(),
         alternatives=(),
     )

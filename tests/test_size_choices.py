@@ -28,6 +28,7 @@ from tccl_py.plan.size_choices import (
     why_no_sizes,
 )
 from tests.cluster_plans import equal_hosts
+from tests.planned import replace_plan
 from tests.test_reference_plans import PLANS
 
 
@@ -58,7 +59,7 @@ def test_a_failed_search_is_named_with_its_effect_and_the_remedy():
 def test_a_search_for_trees_alone_that_fails_leaves_one_ring():
     settings = Settings(version="2.32.3")
     plan = plan_of("asus-esc8000a-e13p")
-    plan = replace(plan, stock=replace(plan.stock, settings=settings))
+    plan = replace_plan(plan, default=replace(plan.choices["default"], settings=settings))
     (note,) = size_notes(plan)
     assert "search for trees fails" in note
     assert "1 of 2 rings is used" in note
@@ -66,7 +67,7 @@ def test_a_search_for_trees_alone_that_fails_leaves_one_ring():
 
 def test_trees_are_only_called_unused_where_no_size_takes_one(monkeypatch):
     plan = plan_of("asus-esc8000a-e13p")
-    seen = view(plan.machine, plan.knowledge, plan.stock.settings)
+    seen = view(plan.machine, plan.knowledge, plan.choices["default"].settings)
     tree = search_tree(seen, channels=1)
     fine = replace(tree, fallback=False, rate_intra=20.0, rate_inter=20.0)
     half = cost_model(seen, (search_ring(seen), fine))
@@ -82,20 +83,26 @@ def test_a_rate_that_nccl_counts_wrongly_is_named_with_what_it_costs_and_the_rem
     assert "counts 15.0 GB/s for its rings, which get 4.0 (simulated" in note
     assert "256 KiB of all-reduce take ring ll, 1.48x the time of ring simple" in note
     assert "; NCCL_P2P_LEVEL=SYS changes that" in note
-    (note,) = size_notes(replace(plan, variables=plan.stock))
+    (note,) = size_notes(replace_plan(plan, variables=plan.choices["default"]))
     assert "tccl verify DIR --tune" in note
-    assert not list(size_notes(replace(plan, stock=replace(plan.stock, rate_gbps=15.0))))
+    assert not list(
+        size_notes(
+            replace_plan(plan, default=replace(plan.choices["default"], predicted_gbps=15.0))
+        )
+    )
 
 
 def test_where_the_cost_model_has_no_answer_there_are_no_rows_and_it_is_said():
     plan = plan_of("amd-3090")
-    settings = replace(plan.stock.settings, version="2.27.7")
+    settings = replace(plan.choices["default"].settings, version="2.27.7")
     unknown = {
-        "of NCCL 2.27.7": replace(plan, stock=replace(plan.stock, settings=settings)),
+        "of NCCL 2.27.7": replace_plan(
+            plan, default=replace(plan.choices["default"], settings=settings)
+        ),
         "NVLS": plan_of("nvswitch-8gpu-8nic"),
         "several hosts": equal_hosts(2),
         "dry run": replace(plan, dry_run=True),
-        "rings are not": replace(plan, stock=replace(plan.stock, rings=())),
+        "rings are not": replace_plan(plan, default=replace(plan.choices["default"], rings=())),
     }
     for why, other in unknown.items():
         assert size_choices(other) == {}

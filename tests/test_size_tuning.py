@@ -53,7 +53,7 @@ from tccl_py.rank_processes.tasks import RankOutput
 from tccl_py.report.contents import read_contents
 from tccl_py.report.page import report_html
 from tccl_py.workloads.workload import Workload, WorkloadRow
-from tests.planned import SMALL, plan_of
+from tests.planned import SMALL, plan_of, replace_plan
 from tests.plugin.runs import plugin_library
 from tests.report_pages import Page
 
@@ -614,7 +614,7 @@ def test_the_decode_benchmark_says_what_it_needs(tmp_path, words):
 
 def test_a_plan_for_another_nccl_gets_no_table_and_keeps_its_rows(tmp_path):
     said, plan = [], plan_of(SMALL)
-    measured = msgspec.structs.replace(
+    measured = replace_plan(
         plan, simulated=False, settings=msgspec.structs.replace(plan.settings, version="2.28")
     )
     found = tuned_plan(tmp_path, FakeJobs(Truth(gaining, seed=12)), said, measured)

@@ -210,7 +210,7 @@ def test_a_job_gets_what_a_fresh_plan_of_its_hosts_has_and_nothing_is_measured(
     assert job.rate_gbps == pytest.approx(fresh.rate_gbps, rel=0.01)
     assert job.cluster.names == ("node2", "node4")
     assert job.class_gpus == fresh.class_gpus
-    assert job.stock.rate_gbps == pytest.approx(fresh.stock.rate_gbps)
+    assert job.choices["default"].rate_gbps == pytest.approx(fresh.choices["default"].rate_gbps)
     assert job.recommended == fresh.recommended
     assert job.sets_measured == 0
     told = json.loads(done("show", tmp_path / "job", "--json").stdout)
@@ -308,7 +308,7 @@ def test_no_rate_of_default_nccl_exceeds_the_bound_of_a_job_without_a_table(name
     )
     measured = tables_for(gpus)[-1]
     assert gpus_text(measured.gpus) == gpus
-    rate = measured.stock.rate_gbps
+    rate = measured.choices["default"].rate_gbps
     default = measured.kept.default_settings
     bound = bound_of(pair, [measured.gpus], [tables_for("1")], default)
     assert rate <= bound < 400

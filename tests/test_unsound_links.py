@@ -180,12 +180,12 @@ def test_a_broken_host_among_several_leaves_none_of_them_its_links():
     sources, tables = [Faulty(0), Faulty(0)], []
     cluster = Cluster(hosts=hosts, classes=tuple(classes))
     plan = make_cluster_plan(cluster, sources, budget=FEW, tables=tables)
-    assert plan.stock.fails.verdict == "hangs"
-    assert plan.stock.fails.pairs[0].source == "n1 GPU 0"
-    assert plan.stock.rate_gbps is None
+    assert plan.choices["default"].fails.verdict == "hangs"
+    assert plan.choices["default"].fails.pairs[0].source == "n1 GPU 0"
+    assert plan.choices["default"].rate_gbps is None
     assert plan.recommended != "default"
     assert NEAR not in sources[1].links
-    for settings in (plan.settings, plan.variables.settings):
+    for settings in (plan.settings, plan.choices["variables"].settings):
         assert not view(machine, with_facts(NEAR), settings).unsound
     assert {table.stock.settings.p2p_level for table in tables} == {"LOC"}
 
@@ -269,7 +269,7 @@ def test_one_class_of_several_hosts_with_a_link_that_its_source_refuses():
     sound, broken = plan.cluster.classes
     assert sound.knowledge.links == UNSET
     assert [(fact.one, fact.other) for fact in broken.knowledge.links] == [(2, 3)]
-    assert plan.stock.fails.pairs[0].source == "n1 GPU 2"
+    assert plan.choices["default"].fails.pairs[0].source == "n1 GPU 2"
     assert plan.recommended != "default"
     assert len({(table.node_class, table.gpus) for table in tables}) == len(tables)
 
@@ -294,10 +294,10 @@ def proof_of(**jobs):
 def test_choices_fail_as_the_jobs_of_the_proof_did_that_joined_the_gpus_alike():
     assert PlanRequest(links=proof_of()).links == proof_of()
     plan = make_plan(PCIE, facts_on([NEAR], verdict="fails"), MadeUp(0), budget=FEW)
-    assert plan.stock.fails.verdict == "fails"
+    assert plan.choices["default"].fails.verdict == "fails"
     judged = judged_by(plan, proof_of(default="wrong values", control="sound"))
-    assert judged.stock.fails.verdict == "wrong values"
-    assert judged.stock.fails.pairs == plan.stock.fails.pairs
+    assert judged.choices["default"].fails.verdict == "wrong values"
+    assert judged.choices["default"].fails.pairs == plan.choices["default"].fails.pairs
     assert judged.running == plan.running
     none = judged_by(plan, proof_of(default="fails", control="fails"))
     assert not none.running

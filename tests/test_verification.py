@@ -40,7 +40,7 @@ from tccl_py.statistics import sign_flip_p
 from tccl_py.workloads.bundled import BUNDLED
 from tccl_py.workloads.workload import Workload, WorkloadRow
 from tests.nccl_cases import torn
-from tests.planned import SMALL, as_only, plan_of, rebind
+from tests.planned import SMALL, as_only, plan_of, rebind, replace_plan
 from tests.verified import (
     FakeJobs,
     by_plan,
@@ -272,7 +272,7 @@ def test_a_limit_and_a_bound_that_jobs_contradict_are_taken_back(boxed, box, gra
     # The limit is of the hops of the choice that was fastest by prediction.
     assert plan.limit_gbps == (boxed.limit_gbps if kept else None)
     achieved = found.arm("graph").gbps
-    assert plan.achieved_gbps == achieved
+    assert plan.choices["graph"].achieved_gbps == achieved
     assert plan.bound_gbps == (None if achieved > boxed.bound_gbps else boxed.bound_gbps)
     # Rates in host memory are none of the machine's.
     assert target.settled(found).plan.limit_gbps is None
@@ -357,7 +357,9 @@ def test_tuning_takes_the_fastest_settings_that_slow_no_send_recv(boxed, box, sl
         speed = FASTER.get(kib(environment), 1.0)
         return speed / (TRANSFERRED if slows else FASTER).get(kib(environment), 1.0)
 
-    plan = changed(boxed, variables=msgspec.structs.replace(boxed.variables, settings=Settings()))
+    plan = replace_plan(
+        boxed, variables=msgspec.structs.replace(boxed.choices["variables"], settings=Settings())
+    )
     fake = FakeJobs(seconds, noise=0.001, transfers=transfers)
     target = read_target(plan, box)
     budget = RunBudget(sizes=(4096, 64 << 20, 256 << 20))
@@ -499,8 +501,11 @@ def test_an_arm_whose_job_fails_leaves_the_others_in_the_comparison(boxed, box):
 
 def test_every_arm_has_what_all_jobs_of_the_plans_hosts_have(plan, tmp_path):
     settings = changed(plan.settings, p2p_level="LOC")
-    variables = changed(plan.variables, settings=changed(plan.variables.settings, p2p_level="LOC"))
-    bounced = changed(
+    variables = changed(
+        plan.choices["variables"],
+        settings=changed(plan.choices["variables"].settings, p2p_level="LOC"),
+    )
+    bounced = replace_plan(
         plan,
         settings=settings,
         variables=variables,
@@ -883,10 +888,10 @@ def test_where_default_nccl_fails_a_job_without_p2p_is_the_baseline(plan, place,
     assert found.arms[0].environment["NCCL_P2P_DISABLE"] == "1"
     # The plan says so from now on, and is verified.
     known = load_plan(place)
-    assert known.stock.fails
+    assert known.choices["default"].fails
     assert known.choices[known.recommended].environment == {"NCCL_P2P_DISABLE": "1"}
     assert (known.choices[known.recommended].achieved_gbps is None) == (not wrong)
-    assert known.stock.achieved_gbps is None
+    assert known.choices["default"].achieved_gbps is None
     assert known.running == ["large-buffers"]
     assert why_not_verified(place) == ""
     # The next one begins with the baseline.

@@ -30,7 +30,7 @@ from tccl_py.report.verification import facts_of
 from tccl_py.workloads.workload import Workload, WorkloadRow
 from tests.cluster_plans import NOTHING, cluster_plan, mixed
 from tests.nccl_cases import torn
-from tests.planned import SMALL, plan_of
+from tests.planned import SMALL, plan_of, replace_plan
 from tests.test_nccl_clusters import H200
 from tests.verified import rings_in_log
 
@@ -293,13 +293,13 @@ def test_a_cluster_is_verified_in_rounds_of_two_arms_and_kept(tmp_path):
 
 def test_communicators_over_several_hosts_are_named_by_their_ranks(tmp_path):
     plan = mixed()
-    slow = replace(plan.variables, settings=Settings(buffsize=1 << 20))
+    slow = replace(plan.choices["variables"], settings=Settings(buffsize=1 << 20))
     hosts = FakeHosts(seconds=lambda _, task: 2e-3 if "NCCL_BUFFSIZE" in task.environment else 1e-3)
     groups = {"collective": "broadcast", "bytes": 1 << 20, "groups": ((0, 1), (4, 10))}
     rows = (WorkloadRow(**groups, dtype="float32", calls=1.0),)
     job = Workload(name="mine", source="made by a test", ranks=11, rows=rows)
     effort = RunBudget(sizes=(1024,), workload=job)
-    target = target_of(replace(plan, variables=slow), tmp_path)
+    target = target_of(replace_plan(plan, variables=slow), tmp_path)
     found = verify_target(target, place_of(plan, hosts), effort)
     assert "broadcast of 1 MiB over ranks 0,1 and 4,10 (0.50)" in found.against("variables")
     assert any(line.startswith("variables: broadcast over ranks 0,1") for line in facts_of(found))

@@ -34,6 +34,7 @@ from tccl_py.plan.text import summary
 from tccl_py.planning.handle import load_plan
 from tccl_py.simulator.descriptions import model_for, read_description
 from tests.cluster_plans import LOCAL, NOTHING, PAIR, cluster_plan, equal_hosts, mixed
+from tests.planned import replace_plan
 from tests.processes import children
 from tests.profiler_clusters import agents_in_processes
 from tests.test_verification_hosts import FakeHosts, place_of
@@ -96,9 +97,11 @@ def test_the_best_settings_of_all_hosts_are_found_by_their_collectives(tmp_path)
     assert found[1].hosts == plan.host_order
     # What was achieved is the plan's rate now, over the 11 ranks of the hosts.
     stock = 2 * 10 / 11 * (64 << 20) / (1e-4 + (64 << 20) / 1e9) / 1e9
-    assert found[0].plan.achieved_gbps == pytest.approx(stock * 1.6 * 1.2, rel=0.01)
+    assert found[0].plan.choices["graph"].achieved_gbps == pytest.approx(
+        stock * 1.6 * 1.2, rel=0.01
+    )
     # So is default NCCL's, or the gain would be one of two scales.
-    assert found[0].plan.stock.achieved_gbps == pytest.approx(stock, rel=0.01)
+    assert found[0].plan.choices["default"].achieved_gbps == pytest.approx(stock, rel=0.01)
     # Default NCCL first, then the choices as they are; channels before all else.
     first, second, third, *others = found[1].tried
     assert [first.arm, second.arm, third.settings] == ["default", "variables", plan.settings]
@@ -144,10 +147,10 @@ def by_sockets(size, task):
 def test_over_sockets_threads_of_connections_are_tried_and_need_no_graph_file(tmp_path):
     plan = equal_hosts(3)
     settings = msgspec.structs.replace(plan.settings, socket_ifname=("eth0",), ib_hca=())
-    over_sockets = msgspec.structs.replace(plan, settings=settings)
+    over_sockets = replace_plan(plan, settings=settings)
     found = tuned(over_sockets, FakeHosts(seconds=by_sockets), tmp_path)
     assert found[0].plan.recommended == "variables"
-    chosen = found[0].plan.variables.settings
+    chosen = found[0].plan.choices["variables"].settings
     assert (chosen.socket_threads, chosen.sockets_per_thread) == (2, 2)
     assert found[0].plan.gain("variables") == pytest.approx(2.0, rel=0.05)
 
@@ -160,15 +163,15 @@ def test_socket_threads_that_cost_small_messages_are_offered_and_not_recommended
 
     plan = equal_hosts(3)
     settings = msgspec.structs.replace(plan.settings, socket_ifname=("eth0",), ib_hca=())
-    over_sockets = msgspec.structs.replace(plan, settings=settings)
+    over_sockets = replace_plan(plan, settings=settings)
     target = tuned(over_sockets, FakeHosts(seconds=seconds), tmp_path)[0]
     target.write()
     found = load_plan(tmp_path)
     assert found.recommended == "default"
-    assert found.variables.settings.socket_threads == 2
+    assert found.choices["variables"].settings.socket_threads == 2
     assert found.gain("variables") == pytest.approx(2.0, rel=0.1)
-    assert "16 KiB" in found.variables.note
-    assert found.variables.note in found.advice
+    assert "16 KiB" in found.choices["variables"].note
+    assert found.choices["variables"].note in found.advice
     assert "NCCL_SOCKET_NTHREADS=2" in found.advice
 
 
@@ -341,7 +344,7 @@ def test_settings_are_tried_only_where_nccl_ends_up_with_their_channels(rate):
     plan = hoppers(rate)
     for channels in (2, 4, 8, 16):
         settings = msgspec.structs.replace(plan.settings, channels=channels)
-        found = judged(msgspec.structs.replace(plan, settings=settings))
+        found = judged(replace_plan(plan, settings=settings))
         assert found.verdict == "used"
         assert keeps_rings(plan, settings) == (len(found.rings) == 2 * channels)
 
@@ -360,17 +363,17 @@ def test_channels_that_nccl_would_double_at_the_rate_achieved_are_asked_for(rate
 
 def test_what_graph_files_over_hosts_achieved_is_kept_and_the_verified_files_stay(tmp_path):
     plan = hoppers(80.0)
-    plan = replace(plan, settings=replace(plan.settings, channels=4))
+    plan = replace_plan(plan, settings=replace(plan.settings, channels=4))
     hosts = FakeHosts(seconds=lambda size, task: (1 if task.files else 2) * (1e-6 + size / 3e11))
     first = target_of(plan, tmp_path)
     found = replace(verify_target(first, place_of(plan, hosts), EFFORT), backend="cuda")
     target = first.settled(found)
-    achieved = target.plan.achieved_gbps
+    achieved = target.plan.choices["graph"].achieved_gbps
     assert achieved == found.arm("graph").gbps
     assert target.plan.gain("graph") == pytest.approx(2.0, rel=0.01)
     assert f"{achieved:.2f} achieved, 2.00x default" in dict(summary(target.plan))["graph file"]
     # At this rate in the files NCCL would use twice as many channels.
-    assert len(judged(replace(plan, rate_gbps=achieved)).rings) == 2 * len(judged(plan).rings)
+    assert len(judged(replace_plan(plan, rate_gbps=achieved)).rings) == 2 * len(judged(plan).rings)
     write_plan(target.plan, tmp_path)
     again = read_target(load_plan(tmp_path), tmp_path)
     assert again.arm("graph").predicted_gbps == achieved
@@ -380,7 +383,7 @@ def test_what_graph_files_over_hosts_achieved_is_kept_and_the_verified_files_sta
     for channels in (4, 8):
         settings = replace(plan.settings, channels=channels)
         tried = again.retuned({"graph": settings})
-        assert tried.graphs == host_graphs(replace(plan, settings=settings))
+        assert tried.graphs == host_graphs(replace_plan(plan, settings=settings))
         assert again.permits("graph", settings)
 
 
@@ -394,7 +397,11 @@ def test_rings_of_a_retuned_plan_are_the_same_and_its_parts_fit(plan, tmp_path):
         )
         made = check_plan(retuned(plan, settings, achieved_gbps=12.0), where="plan")
         assert (made.orders, made.hosts) == (plan.orders, plan.hosts)
-        assert (made.achieved_gbps, made.bound_gbps, made.whole_ring_gbps) == (12.0, None, None)
+        assert (made.choices["graph"].achieved_gbps, made.bound_gbps, made.whole_ring_gbps) == (
+            12.0,
+            None,
+            None,
+        )
         assert judged(made).verdict == "used"
         made.save(tmp_path / "plan.json")
         assert load_plan(tmp_path) == made
@@ -522,7 +529,7 @@ def test_a_measured_plan_is_tuned_after_its_workers_have_ended(tmp_path, monkeyp
 
     def tuned(directory, job, backend):
         seen.append((directory, backend, workers()))
-        return msgspec.structs.replace(load_plan(directory), rate_gbps=12.0)
+        return replace_plan(load_plan(directory), rate_gbps=12.0)
 
     monkeypatch.setattr("tccl_py.cli.plan.in_job", lambda: True)
     monkeypatch.setattr("tccl_py.planning.opening_hosts.plan_job", planned)

@@ -209,7 +209,7 @@ def _compared(
     none without P2P ends well.
     """
     failed: MeasurementError | None = None
-    if plan.plan.stock.fails:
+    if plan.plan.choices["default"].fails:
         text = shell_text(plan.arms[0].variables)
         launcher.say(f"{why_not_default(plan.plan)}; compared with {text} in its place")
     try:

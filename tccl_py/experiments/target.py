@@ -30,6 +30,7 @@ from tccl_py.nccl.settings import (
 from tccl_py.nccl.transport import SIZE_STAGE, candidates, final_channels, pair_mechanism, values_of
 from tccl_py.nccl.validator import NodeJob, Verdict, validate_cluster
 from tccl_py.plan.chains import (
+    BY_VARIABLES,
     Choice,
     ChoiceName,
     Failure,
@@ -138,7 +139,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @property
     def choices(self) -> Choices:
         """Return the settings of each choice that may be tuned."""
-        return {"variables": self.plan.variables.settings, "graph": self.plan.settings}
+        return {"variables": self.plan.choices["variables"].settings, "graph": self.plan.settings}
 
     @property
     def network(self) -> str:
@@ -150,13 +151,17 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
         None where jobs of default NCCL use no P2P, or P2P is pinned.
         """
-        plan, stock = self.plan, self.plan.stock
-        if stock.fails or plan.pinned_env or not self._p2p(stock):
+        plan, default = self.plan, self.plan.choices["default"]
+        if default.fails or plan.pinned_env or not self._p2p(default):
             return None
-        settings = replace(stock.settings, p2p_level="LOC")
-        least = Choice(settings=settings, rings=tuple(self._own_rings(settings)), rate_gbps=None)
-        stock = replace(stock, rate_gbps=None, fails=Failure(verdict="fails"), note=why)
-        return replace(self, plan=replace(plan, stock=stock, large_buffers=least))
+        settings = replace(default.settings, p2p_level="LOC")
+        rings = tuple(self._own_rings(settings)) or None
+        least = Choice(name="large-buffers", settings=settings, rings=rings)
+        fails = Failure(verdict="fails")
+        default = replace(default, predicted_gbps=None, fails=fails, note=why)
+        # In the order of choices.
+        choices = {"default": default, "large-buffers": least}
+        return replace(self, plan=replace(plan, choices={**choices, **plan.choices, **choices}))
 
     def _p2p(self, choice: Choice) -> set[tuple[int, int, int]]:
         """Return the pairs of GPUs that a choice joins by P2P, each with its class of hosts."""
@@ -193,7 +198,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             view = class_view(plan, path.node_class, settings)
             mechanisms |= {
                 pair_mechanism(view, *pair)
-                for pair in self._pairs(path.chains, plan.choices[name].rings)
+                for pair in self._pairs(path.chains, plan.choices[name].rings or ())
             }
         return mechanisms
 
@@ -225,15 +230,16 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     def retuned(self, changes: Choices, rates: Rates | None = None) -> Target:
         """Return the plan with other settings of some choices, and with the rates of their jobs."""
-        plan, variables, rates = self.plan, self.plan.variables, rates or {}
-        if "variables" in changes:
-            settings = changes["variables"]
-            variables = replace(variables, settings=settings, rings=self._own_rings(settings))
+        plan, rates = self.plan, rates or {}
         if "graph" in changes or rates:
             settings = changes.get("graph", plan.settings)
             plan = retuned(plan, settings, achieved_gbps=rates.get("graph"))
+        if "variables" in changes:
+            settings = changes["variables"]
+            rings = tuple(self._own_rings(settings)) or None
+            plan = plan.with_choice("variables", settings=settings, rings=rings)
         # The limit was measured under the settings before.
-        plan = replace(plan, variables=variables, limit_gbps=None)
+        plan = replace(plan, limit_gbps=None)
         plan = _achieved(plan, rates) if rates else plan
         return replace(self, plan=plan, graphs=graph_texts(plan, self.directory))
 
@@ -241,7 +247,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return default_choice(class_view(self.plan, 0, of_transports(settings))).rings
 
     def _with_rates(self, rates: Rates) -> Plan:
-        return replace(_achieved(self.plan, rates), achieved_gbps=rates.get("graph"))
+        return _achieved(self.plan, rates).with_choice("graph", achieved_gbps=rates.get("graph"))
 
     def settled(self, result: Verification) -> Target:
         """Return the plan with the rates of a comparison, and the winner as its choice.
@@ -252,23 +258,20 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         if as_good(plan.rates) != as_good(self.plan.rates) or dry_run != self.plan.dry_run:
             # The limit is of the hops of the choice that was fastest before.
             plan = replace(plan, limit_gbps=None)
-        if (plan.achieved_gbps or 0.0) > (plan.bound_gbps or math.inf):
+        if (plan.choices["graph"].achieved_gbps or 0.0) > (plan.bound_gbps or math.inf):
             plan = replace(plan, bound_gbps=None, proven=False, bound_assumptions=())
         notes = {arm.name: "; ".join(result.objections(arm)) for arm in result.arms}
-        if "variables" in notes:
-            plan = replace(plan, variables=replace(plan.variables, note=notes["variables"]))
-        if plan.large_buffers is not None and "large-buffers" in notes:
-            large = replace(plan.large_buffers, note=notes["large-buffers"])
-            plan = replace(plan, large_buffers=large)
+        for name in BY_VARIABLES:
+            if name in notes and name in plan.choices:
+                plan = plan.with_choice(name, note=notes[name])
         if result.winner == "large-buffers" and plan.recommended != "large-buffers":
             # What smaller sets of GPUs gain was rated under other variables.
             plan = replace(plan, subsets=())
         if result.default_fails:
             # Others that join GPUs by P2P as default NCCL does fail too, unless their jobs ran.
             ran = {arm.name for arm in result.arms if not (arm.failure or arm.wrong)}
-            common = {
-                n for n, way in plan.choices.items() if self._p2p(way) & self._p2p(plan.stock)
-            }
+            pairs = self._p2p(plan.choices["default"])
+            common = {name for name, way in plan.choices.items() if self._p2p(way) & pairs}
             plan = _failing(plan, common - ran)
         return replace(self, plan=replace(plan, winner=result.winner, dry_run=dry_run))
 
@@ -326,7 +329,7 @@ class ClusterTarget(Target, frozen=True, kw_only=True, dict=True):
 
     def _own_rings(self, _: Settings) -> Sequence[Order]:
         # Only settings are tried that leave NCCL's own rings as they are.
-        return self.plan.variables.rings
+        return self.plan.choices["variables"].rings or ()
 
     def _with_rates(self, rates: Rates) -> Plan:
         # Graph files keep the rate that jobs ran with, from which NCCL's channels follow.
@@ -354,10 +357,10 @@ def read_target(plan: Plan, directory: Path) -> Target:
 
 def _failing(plan: Plan, names: Collection[ChoiceName]) -> Plan:
     """Return the plan with choices that fail as default NCCL does."""
-    fails = plan.stock.fails
+    fails = plan.choices["default"].fails
     if "variables" in names:
-        plan = replace(plan, variables=replace(plan.variables, rate_gbps=None, fails=fails))
-    return replace(plan, fails=fails if "graph" in names else plan.fails)
+        plan = plan.with_choice("variables", predicted_gbps=None, fails=fails)
+    return plan.with_choice("graph", fails=fails) if "graph" in names else plan
 
 
 def _achieved(plan: Plan, rates: Rates) -> Plan:
@@ -365,16 +368,15 @@ def _achieved(plan: Plan, rates: Rates) -> Plan:
 
     Variables that equal default NCCL's have its bandwidth.
     """
-    if plan.stock.fails and "default" in rates:
+    if plan.choices["default"].fails and "default" in rates:
         # The baseline was the smallest choice that runs.
         baseline = rates["default"]
         rates = {name: rate for name, rate in rates.items() if name != "default"}
         rates.setdefault(plan.control, baseline)
-    stock, default = plan.stock, rates.get("default")
-    equal = default if plan.variables.settings == stock.settings else None
-    variables = replace(plan.variables, achieved_gbps=rates.get("variables", equal))
-    large = plan.large_buffers
-    if large is not None:
-        large = replace(large, achieved_gbps=rates.get("large-buffers"))
-    stock = replace(stock, achieved_gbps=default)
-    return replace(plan, stock=stock, large_buffers=large, variables=variables)
+    default, variables = plan.choices["default"], plan.choices["variables"]
+    if variables.settings == default.settings and "default" in rates:
+        rates = {"variables": rates["default"], **rates}
+    for name in plan.choices:
+        if name != "graph":
+            plan = plan.with_choice(name, achieved_gbps=rates.get(name))
+    return plan

@@ -230,7 +230,7 @@ class Sweep:
 
     def baseline(self) -> Tried:
         """Return default NCCL with the median rate of its jobs."""
-        settings = Settings(version=self._target.plan.variables.settings.version)
+        settings = Settings(version=self._target.plan.choices["variables"].settings.version)
         rate = median(self._default_gbps)
         return Tried(arm="default", settings=settings, gbps=rate, worst_ratio=1.0)
 

@@ -78,7 +78,7 @@ def _compared(target: Target, budget: RunBudget) -> tuple[Arm, ...]:
     plan = target.plan
     rates = {name: (plan.choices[name].best_known_gbps or 0.0, 0.0) for name in names}
     promises = "graph" in (as_good(rates), plan.recommended)
-    if promises or plan.large_buffers is None or budget.workload is not None:
+    if promises or plan.choices.get("large-buffers") is None or budget.workload is not None:
         return target.arms
     return tuple(arm for arm in target.arms if arm.name != "graph")
 

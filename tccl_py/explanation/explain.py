@@ -93,8 +93,8 @@ def ring_flows(plan: Plan) -> Iterator[RingFlows]:
 
 def _default(plan: Plan) -> RingFlows | None:
     """Return default NCCL's rings; None if a hop of them goes over NICs."""
-    orders = condensed(plan.stock.rings)
-    topo = view(plan.machine, plan.knowledge, plan.stock.settings, gpus=plan.gpus)
+    orders = condensed(plan.choices["default"].rings or ())
+    topo = view(plan.machine, plan.knowledge, plan.choices["default"].settings, gpus=plan.gpus)
     space = hop_space(topo, rings_in_set=len(orders))
     try:
         rings = ring_set([ring_like(space, order) for order in orders])
@@ -102,7 +102,7 @@ def _default(plan: Plan) -> RingFlows | None:
         return None
     flows = tuple(hop.flow for ring in rings.rings for hop in ring.hops)
     # Rings that cannot be rated have a rate of 0.
-    gbps = plan.stock.rate_gbps or 0.0
+    gbps = plan.choices["default"].rate_gbps or 0.0
     return RingFlows(name="stock", flows=flows, rings=len(orders), rate_gbps=gbps)
 
 

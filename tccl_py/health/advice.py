@@ -253,6 +253,7 @@ def _sure(plan: Plan, subject: Subject) -> str:
         level = "low" if plan.any_assumed else "medium"
         basis = "" if subject.model.source else f", {subject.model.note}"
         return f"{level}: by a model with {provenances_text(subject.model)} parameters{basis}{cut}"
-    error = f", 95 % interval ±{plan.error:.1%}" if plan.error else ""
+    interval = plan.choices["graph"].error
+    error = f", 95 % interval ±{interval:.1%}" if interval else ""
     sets = counted(plan.sets_measured, "set")
     return f"medium: {sets} measured here{error}; no NCCL job was timed{cut}"

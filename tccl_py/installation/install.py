@@ -79,7 +79,10 @@ def accept(
     check_path(place)
     check_trusted(place / PLAN_FILE)
     why = "" if request.choice is not None else why_not_verified(directory)
-    least = plan.stock.fails is not None and plan.recommended == plan.control in plan.running
+    least = (
+        plan.choices["default"].fails is not None
+        and plan.recommended == plan.control in plan.running
+    )
     if why and least and not (directory / Verification.FILE).exists():
         say(f"accepted without `tccl verify`, as the least that runs: {why_not_default(plan)}")
         why = ""

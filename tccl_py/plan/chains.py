@@ -183,24 +183,33 @@ def why_unsound(facts: Sequence[LinkFact]) -> str:
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One way to run NCCL over the plan's GPUs.
+    """A way to run NCCL over the plan's GPUs."""
 
-    `rings` has an order for each channel: GPU indices of a single host; over several hosts ranks,
-    in the order of hosts given for default NCCL and variables, in the planned one for graph files.
-    `rate_gbps` is the predicted bus bandwidth in GB/s, None where no source can rate it, and
-    `error` half its 95 % interval, relative. `achieved_gbps` is the bus bandwidth of real
-    collectives, None until jobs ran. `note` says what is special. A choice that `fails` does not
-    run: it has no rate, and is not recommended.
-    """
-
+    name: ChoiceName
     settings: Settings
-    rings: tuple[tuple[Gpu, ...], ...]
-    rate_gbps: Rate | None
+    rings: tuple[tuple[Gpu, ...], ...] | None = None
+    """An order of GPUs for each channel; None is not known.
+
+    GPUs are indices on a single host. Over several hosts they are ranks, in the order of hosts
+    given for default NCCL and variables, in the planned one for graph files.
+    """
+    predicted_gbps: Rate | None = None
+    """The predicted bus bandwidth of a collective; None where no source can rate it."""
     error: float = 0.0
+    """Half the 95 % interval of the predicted bandwidth, relative."""
     achieved_gbps: Rate | None = None
+    """The bus bandwidth of real collectives; None until jobs ran."""
     assumed: bool = False
+    """Whether assumed values lie behind the prediction."""
     note: str = ""
+    """What is special about the choice."""
     fails: Failure | None = None
+    """Why the choice does not run, if so: then it is not recommended."""
+
+    @property
+    def rate_gbps(self) -> float | None:
+        """The predicted bandwidth, which no job has of a choice that fails: None."""
+        return None if self.fails else self.predicted_gbps
 
     @property
     def best_known_gbps(self) -> float | None:
@@ -218,14 +227,6 @@ class SizeAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     settings: Settings
     rows: tuple[SizeChoice, ...]
-
-
-class Alternative(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Other settings that were searched, and the best bandwidth found under them, GB/s."""
-
-    settings: Settings
-    rings_in_set: int
-    rate_gbps: Rate
 
 
 class SubsetRings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -21,7 +21,7 @@ from tccl_py.model.machine import Machine
 from tccl_py.model.rings import receiving_nic, sending_nic
 from tccl_py.nccl.settings import check_pinned_env, check_settings
 from tccl_py.nccl.view import leaves_as_named, usable_nics
-from tccl_py.plan.chains import WORLD, HostPath, Number, PlanChain, PlanHop
+from tccl_py.plan.chains import CHOICES, WORLD, HostPath, Number, PlanChain, PlanHop
 from tccl_py.plan.plan import FORMAT_VERSION, Plan
 from tccl_py.plan.staging import AGAIN, PLAN_FILE, check_if_listed, settle
 
@@ -90,18 +90,14 @@ def check_plan(plan: Plan, *, where: str) -> Plan:
     along their chain, NICs that NCCL would not use so, or a rate above its bound.
     """
     check_cluster(plan.cluster, where=where)
-    by_variables = [*filter(None, (plan.large_buffers, plan.variables))]
-    searched = (plan.settings, *(choice.settings for choice in by_variables))
-    searched += tuple(alternative.settings for alternative in plan.alternatives)
-    for settings in (*searched, plan.stock.settings):
+    _check_choices(plan, where)
+    searched = [one.settings for name, one in plan.choices.items() if name != "default"]
+    searched += [alternative.settings for alternative in plan.alternatives]
+    for settings in (*searched, plan.choices["default"].settings):
         try:
             check_settings(settings)
         except InputError as error:
             raise InputError(f"{where} {error.where}", error.what, error.right) from error
-    for choice in (plan.stock, *by_variables):
-        right = "a choice that fails has no rate"
-        fits = choice.fails is None or choice.rate_gbps is None
-        require(fits, where, "has a rate of a choice that fails", right)
     check_pinned_env(plan.pinned_env, searched, where)
     count = len(plan.cluster.classes)
     fault = f"has GPUs for {len(plan.class_gpus)} classes"
@@ -118,14 +114,26 @@ def check_plan(plan: Plan, *, where: str) -> Plan:
     require(on_rails, where, "has rings that change NICs between hosts", right)
     _check_orders(plan, where)
     answers = plan.sizes.values()
-    complete = plan.large_buffers is not None or "large-buffers" not in (plan.winner, *plan.sizes)
-    require(complete, where, "names large buffers, and has no such choice", _AGAIN)
+    for name in {plan.winner, *plan.sizes} - {None, *plan.choices}:
+        raise InputError(where, f"names {name}, and has no such choice", _AGAIN)
     rows = {tuple((row.collective, row.bytes) for row in answer.rows) for answer in answers}
     require(len(rows) < 2, where, "has choices for different message sizes", _AGAIN)
     fits = plan.bound_gbps is None or plan.rate_gbps <= plan.bound_gbps
     fault = f"has rate {plan.rate_gbps} and bound {plan.bound_gbps}"
     require(fits, where, fault, "a bound is never below what was found")
     return plan
+
+
+def _check_choices(plan: Plan, where: str) -> None:
+    """Check that the choices are in order, and that those that fail have no rate."""
+    names = [name for name in CHOICES if name in plan.choices or name != "large-buffers"]
+    fits = list(plan.choices.items()) == [(n, plan.choices.get(n)) for n in names]
+    fits = fits and all(name == choice.name for name, choice in plan.choices.items())
+    require(fits, where, f"has choices {', '.join(plan.choices)}", f"{', '.join(names)}, in order")
+    require(bool(plan.choices["graph"].predicted_gbps), where, "has no rate of its rings", _AGAIN)
+    for name, choice in plan.choices.items():
+        fits = name == "graph" or choice.fails is None or choice.predicted_gbps is None
+        require(fits, where, "has a rate of a choice that fails", "a choice that fails has no rate")
 
 
 def off_rails(plan: Plan) -> bool:
@@ -238,8 +246,10 @@ def _check_hosts(plan: Plan, where: str) -> None:
 def _check_orders(plan: Plan, where: str) -> None:
     """Check the rings of smaller communicators, and of the choices without a graph file."""
     everyone = sorted(plan.orders[0])
-    for choice in filter(None, (plan.stock, plan.large_buffers, plan.variables)):
-        _check_rings(choice.rings, everyone, where)
+    for choice in plan.choices.values():
+        _check_rings(choice.rings or (), everyone, where)
+    fits = plan.choices["graph"].rings == plan.channel_rings
+    require(fits, where, "has other rings for its graph file than its paths are", _AGAIN)
     for subset in plan.subsets:
         _check_some(subset.gpus, everyone, where)
         _check_rings(subset.rings, subset.gpus, where)

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from functools import cached_property
 from itertools import count
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -20,12 +21,9 @@ from tccl_py.model.measurement import IN_DRY_RUN, mark
 from tccl_py.nccl.settings import Settings
 from tccl_py.plan.chains import (
     BY_VARIABLES,
-    CHOICES,
     CUT_SHORT,
-    Alternative,
     Choice,
     ChoiceName,
-    Failure,
     Gpu,
     HostPath,
     Number,
@@ -43,69 +41,84 @@ from tccl_py.plan.chains import (
     slowest_first,
 )
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+P = TypeVar("P", bound="Plan")
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
-    """Rings over the GPUs of one host or several, and NCCL's bandwidth with and without them.
-
-    `cluster` has the hosts in the order given, `hosts` in the planned order, which ranks have to
-    follow; `class_gpus` the GPUs that are joined on hosts of each class, and `paths` the rings'
-    hops. `stock` is default NCCL, `variables` the best by environment variables alone,
-    `large_buffers` the best of these that leave the chunks of send/recv as they are, if `variables`
-    do not, and the rest is about graph files; `recommended` names the smallest of these choices
-    that is as good as the best.
-
-    Channels take the rings in turn. `rate_gbps` is the predicted bus bandwidth of a collective,
-    which no job has where the graph files fail (`fails`), `error` half its 95 % interval
-    (relative), `achieved_gbps` the bandwidth of real collectives.
-    `file_gbps` is the rate in the graph files of several hosts, where jobs ran with another than
-    the best known: NCCL's channels follow from it. No ring set searched exceeds `bound_gbps` under
-    these settings if `bound_assumptions` hold, which were not checked for all sets; a plan is
-    `proven` best without any. `limit_gbps` is the rate of bare concurrent copies over the hops of
-    the choice predicted to be fastest, `whole_ring_gbps` that of all rings measured at once over
-    all hosts; None is not measured. `pinned_env` are NCCL variables that all jobs have, with the
-    plan or without. `sizes` are the answers of NCCL, where it was asked, on its choices by message
-    size: default NCCL's and the recommended choice's.
-    `simulated` and `assumed` say what the rates rest on; in a `dry_run` transfers or jobs ran in
-    host memory. `winner` is the choice that jobs found best, or what is recommended before jobs
-    have run: default NCCL, or what is predicted for a workload.
-    """
+    """Rings over the GPUs of one host or several, and NCCL's bandwidth with and without them."""
 
     format_version: int = FORMAT_VERSION
     cluster: Cluster
+    """The hosts in the order given, and their classes."""
     class_gpus: tuple[tuple[Gpu, ...], ...]
+    """The GPUs that are joined on hosts of each class."""
     hosts: tuple[PlannedHost, ...]
+    """The hosts in the planned order, which ranks have to follow."""
     paths: tuple[HostPath, ...]
-    settings: Settings
+    """The hops of the rings, which channels of the graph files take in turn."""
+    choices: dict[ChoiceName, Choice]
+    """The ways to run NCCL by name, the smallest intervention first.
+
+    `large-buffers` is there if `variables` cut the chunks of send/recv: the best variables that do
+    not.
+    """
     settings_verified: bool
-    rate_gbps: Rate
-    error: float = 0.0
-    fails: Failure | None = None
-    achieved_gbps: Rate | None = None
     file_gbps: Rate | msgspec.UnsetType = msgspec.UNSET
+    """The rate in the graph files of several hosts, where jobs ran with another than the best
+    known: NCCL's channels follow from it."""
     bound_gbps: Rate | None
+    """No ring set searched under the settings of the graph files exceeds it."""
     proven: bool
+    """Whether the rings reach the bound, which rests on no assumption."""
     bound_assumptions: tuple[str, ...] = ()
+    """What the bound assumes, and was not checked for all sets."""
     limit_gbps: Rate | None = None
+    """The rate of bare concurrent copies over the hops of the choice predicted to be fastest."""
     whole_ring_gbps: Rate | None = None
+    """The rate of all rings measured at once over all hosts."""
     simulated: bool
-    assumed: bool
     dry_run: bool = False
+    """Whether transfers or jobs ran in host memory."""
     strategy: str
     sets_measured: Number
     sets_remembered: Number
     sets_by_symmetry: Number
-    stock: Choice
-    variables: Choice
-    large_buffers: Choice | None = None
-    alternatives: tuple[Alternative, ...] = ()
+    alternatives: tuple[Choice, ...] = ()
+    """Graph files under other settings that were searched, with a ring of each kind."""
     subsets: tuple[SubsetRings, ...] = ()
     notices: tuple[str, ...] = ()
     pinned_env: dict[str, str] = {}
+    """NCCL variables that all jobs have, with the plan or without."""
     sizes: dict[ChoiceName, SizeAnswer] = {}
+    """NCCL's own answers, where it was asked, on default NCCL and the recommended choice."""
     cancelled: bool = False
     winner: ChoiceName | None = None
+    """The choice that jobs found best, or what is recommended before jobs have run."""
+
+    def with_choice(self: P, name: ChoiceName, **changes: Any) -> P:
+        """Return the plan with changes of a choice; rings of graph files follow its settings."""
+        if name == "graph" and "settings" in changes:
+            changes["rings"] = per_channel(self.orders, changes["settings"].channels)
+        choice = msgspec.structs.replace(self.choices[name], **changes)
+        return msgspec.structs.replace(self, choices={**self.choices, name: choice})
+
+    @property
+    def settings(self) -> Settings:
+        """The settings of the graph files."""
+        return self.choices["graph"].settings
+
+    @property
+    def rate_gbps(self) -> float:
+        """The predicted bandwidth of the rings, whether or not jobs with graph files run."""
+        rate = self.choices["graph"].predicted_gbps
+        assert rate is not None  # plan/load.py checks it
+        return rate
+
+    @property
+    def assumed(self) -> bool:
+        """Whether assumed values lie behind the rate of the rings."""
+        return self.choices["graph"].assumed
 
     @property
     def machine(self) -> Machine:
@@ -212,24 +225,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return any(choice.assumed for choice in self.choices.values())
 
     @property
-    def choices(self) -> dict[ChoiceName, Choice]:
-        """The ways to run NCCL, the smallest intervention first."""
-        graph = Choice(
-            settings=self.settings,
-            rings=self.channel_rings,
-            rate_gbps=None if self.fails else self.rate_gbps,
-            fails=self.fails,
-            error=self.error,
-            achieved_gbps=self.achieved_gbps,
-            assumed=self.assumed,
-        )
-        ways = zip(CHOICES, (self.stock, self.large_buffers, self.variables, graph), strict=True)
-        return {name: choice for name, choice in ways if choice is not None}
-
-    @property
     def best_known_gbps(self) -> float:
         """The achieved bandwidth of the graph files, or the predicted one where none is known."""
-        return self.rate_gbps if self.achieved_gbps is None else self.achieved_gbps
+        return self.choices["graph"].achieved_gbps or self.rate_gbps
 
     @property
     def jobs_ran(self) -> bool:
@@ -257,7 +255,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
         It is default NCCL unless that fails, or makes connections only with variables.
         """
-        if self.cluster.cables and self.stock.rate_gbps is None and not self.variables.fails:
+        default, variables = self.choices["default"], self.choices["variables"]
+        if self.cluster.cables and default.rate_gbps is None and not variables.fails:
             return "variables"
         return next(iter(self.running), "default")
 
@@ -293,7 +292,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @property
     def plain_settings(self) -> Settings:
         """The settings of jobs without the plugin and without a graph file."""
-        return self.variables.settings if self.needs_plugin else self.job_settings
+        return self.choices["variables"].settings if self.needs_plugin else self.job_settings
 
     @property
     def cut_short(self) -> bool:

@@ -110,10 +110,8 @@ def retuned(plan: Plan, settings: Settings, *, achieved_gbps: float | None = Non
     while not _as_measured(plan, settings, achieved_gbps or plan.rate_gbps):
         settings = msgspec.structs.replace(settings, channels=2 * settings.channels)
     return msgspec.structs.replace(
-        plan,
-        settings=settings,
+        plan.with_choice("graph", settings=settings, achieved_gbps=achieved_gbps),
         paths=_all_moved(plan, settings),
-        achieved_gbps=achieved_gbps,
         file_gbps=msgspec.UNSET,
         bound_gbps=None,
         proven=False,

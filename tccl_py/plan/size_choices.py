@@ -117,19 +117,19 @@ def size_notes(plan: Plan) -> Iterator[str]:
         for row in rows
         if _kinds([row]) == _kinds([model.choice("all_reduce", row.bytes)])
     }
-    variables = environment_text(plan.variables.settings)
+    variables = environment_text(plan.choices["variables"].settings)
     if model.fallback:
         file = "a graph file (NCCL_GRAPH_FILE, `tccl env DIR --choice graph`)"
         remedy = file if better.fallback else variables
         if _SMALL in agreed:
             yield f"{_failed_search(model, rows)}; {remedy} changes that"
         return
-    rate = plan.stock.rate_gbps or model.ring_gbps
+    rate = plan.choices["default"].rate_gbps or model.ring_gbps
     loss, size, chosen, best = _worst_choice(model, rate)
     if loss <= _LOSS or size not in agreed:
         return
     remedy = "`tccl verify DIR --tune`, by the tuner of NCCL's plugin,"
-    if _worst_choice(better, plan.variables.rate_gbps or rate)[0] <= _LOSS:
+    if _worst_choice(better, plan.choices["variables"].rate_gbps or rate)[0] <= _LOSS:
         remedy = variables
     yield (
         f"NCCL counts {model.ring_gbps:.1f} GB/s for its rings, which get {rate:.1f} "
@@ -170,12 +170,13 @@ def _why_none(plan: Plan) -> str:
     """Return where NCCL's cost model has no answer here, as the end of a sentence."""
     if not plan.cluster.closes:
         return "over several hosts"
-    host_view = view(plan.machine, plan.knowledge, plan.stock.settings, gpus=plan.gpus)
+    default = plan.choices["default"]
+    host_view = view(plan.machine, plan.knowledge, default.settings, gpus=plan.gpus)
     hopper = min(host_view.system.sm.values()) >= _FIRST_NVLS
     reasons = {
         "in a dry run, without GPUs": plan.dry_run,
-        "where default NCCL's rings are not": not plan.stock.rings,
-        f"of NCCL {plan.stock.settings.version}": not host_view.system.rules.has_cost_model,
+        "where default NCCL's rings are not": not default.rings,
+        f"of NCCL {default.settings.version}": not host_view.system.rules.has_cost_model,
         "where NCCL may cut the node in parts, as GPUs meet by the network": host_view.by_network,
         "where NCCL may take NVLS: a plan made on the machine asks NCCL": host_view.system.nvs
         and hopper,

@@ -115,7 +115,7 @@ def _offered(plan: Plan) -> str:
     if why_not_default(plan):
         base = environment_text(plan.choices[plan.control].settings)
         gains = {name: rate / rates[plan.control][0] for name, (rate, _) in rates.items()}
-    note = plan.variables.note
+    note = plan.choices["variables"].note
     name = (
         "variables"
         if note and gains["variables"] > 1 + AS_GOOD
@@ -126,7 +126,7 @@ def _offered(plan: Plan) -> str:
         return ""
     gain = f"{gains[name]:.2f}x {base} ({plan.basis_of_gain(name)})"
     if name == "variables" and note:
-        variables = environment_text(plan.variables.settings)
+        variables = environment_text(plan.choices["variables"].settings)
         return f", or set {variables} where large messages decide: {gain}, but {note}."
     how = choice_words(name, plan.choices[name].settings)
     return f". For large all-reduces alone {gain} by {how}."
@@ -135,7 +135,7 @@ def _offered(plan: Plan) -> str:
 def p2p_note(plan: Plan) -> str:
     """Return what uses P2P although variables keep NCCL's transport from it; "" where none do."""
     control = plan.choices[plan.control].settings
-    if control.p2p_level == plan.stock.settings.p2p_level:
+    if control.p2p_level == plan.choices["default"].settings.p2p_level:
         return ""
     level = environment_text(Settings(version=control.version, p2p_level=control.p2p_level))
     by_windows = version_facts(control.version).windows_ask_cuda
@@ -392,7 +392,6 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "kept": plan.pinned_env,
         "recommended": plan.recommended,
         "choices": {name: choice_json(choice) for name, choice in plan.choices.items()},
-        "stock": choice_json(plan.stock),
         "cancelled": plan.cancelled,
         "notices": notices(plan),
         "assumptions": assumptions(plan),
@@ -401,7 +400,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 def choice_json(choice: Choice) -> dict[str, Any]:
     """Return the JSON of one way to run NCCL."""
-    more = picked(choice, "rings", "achieved_gbps", "assumed", "note")
+    more = {"rings": choice.rings or (), **picked(choice, "achieved_gbps", "assumed", "note")}
     if choice.fails:
         more["fails"] = msgspec.to_builtins(choice.fails)
     return {"rate_gbps": choice.rate_gbps, **_settings_json(choice.settings), **more}
@@ -423,13 +422,15 @@ def diff(plan: Plan, other: Plan) -> dict[str, tuple[Any, Any]]:
             "hosts": of.host_order,
             "gpus": of.class_gpus,
             **picked(of, *names),
-            "default_gbps": of.stock.rate_gbps,
-            "large_buffers_gbps": large.rate_gbps if (large := of.large_buffers) else None,
-            "variables_gbps": of.variables.rate_gbps,
+            "default_gbps": of.choices["default"].rate_gbps,
+            "large_buffers_gbps": large.rate_gbps
+            if (large := of.choices.get("large-buffers"))
+            else None,
+            "variables_gbps": of.choices["variables"].rate_gbps,
             "environment": environment(of.settings),
             "channels": of.settings.channels,
             "large_buffers": environment(large.settings) if large else None,
-            "variables": environment(of.variables.settings),
+            "variables": environment(of.choices["variables"].settings),
         }
 
     first, two = facts(plan), facts(other)

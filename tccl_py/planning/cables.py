@@ -76,7 +76,7 @@ def failing(choice: Choice, cluster: Cluster, channels: Sequence[Sequence[HostCh
             note = f"{graph} would connect {' and '.join(ends[0])}, which {why}"
             pairs = tuple(starmap(FailingPair, ends))
             failure = Failure(verdict=CANNOT_CONNECT, pairs=pairs)
-            return msgspec.structs.replace(choice, rate_gbps=None, note=note, fails=failure)
+            return msgspec.structs.replace(choice, predicted_gbps=None, note=note, fails=failure)
     return choice
 
 
@@ -98,7 +98,7 @@ def choices_along_cables(
     if any(map(_excluded, nodes)):
         note = "NCCL takes NICs too that lead to no host of the job"
         fails = default.fails or Failure(verdict=CANNOT_CONNECT)
-        default = msgspec.structs.replace(default, rate_gbps=None, note=note, fails=fails)
+        default = msgspec.structs.replace(default, predicted_gbps=None, note=note, fails=fails)
     changes = {name: getattr(settings, name) for name in _CABLED_SETTINGS}
     under = msgspec.structs.replace(variables.settings, **changes)
     own = [channels_on(node, _own_under(node, settings)) for node in nodes]
@@ -150,12 +150,12 @@ def _rated(
         rated = node.between(under, pairs_of(*zip(*pairs, strict=True)))
         if rated is None:
             note = f"no chains by these NICs of {host.name} were rated"
-            return msgspec.structs.replace(choice, rate_gbps=None, note=note)
+            return msgspec.structs.replace(choice, predicted_gbps=None, note=note)
         rates.append(rated.rate_gbps)
         if len(node.gpus) > 1 and choice.rate_gbps is not None:
             # These are the best chains between the NICs; NCCL's own are no faster than rated.
             rates.append(choice.rate_gbps)
-    return msgspec.structs.replace(choice, rate_gbps=min(rates))
+    return msgspec.structs.replace(choice, predicted_gbps=min(rates))
 
 
 def own_pairs(

@@ -186,7 +186,7 @@ def _odd_in_classes(
             causes |= odd_hosts(source, cluster, new, sets[number], partners, transport=transport)
         elif new:
             first, compared = new[0], new[1 : 1 + MOST_SAMPLED]
-            sample = _sample(path.chains, made.error)
+            sample = _sample(path.chains, made.choices["graph"].error)
             slower = odd_hosts(source, cluster, compared, [sample], [first], transport=transport)
             if len(slower) > max(1, len(compared) / 2):
                 why = next(iter(slower.values()))

@@ -110,7 +110,7 @@ def as_achieved(
     winner = winner if winner in made.choices else "default"
     rates = {n: c.rate_gbps and c.rate_gbps * shares.get(n, 1.0) for n, c in made.choices.items()}
     tuned = made
-    own = {name: getattr(made.variables.settings, name) for name in _OF_THE_JOB}
+    own = {name: getattr(made.choices["variables"].settings, name) for name in _OF_THE_JOB}
     if plan.winner is not None:
         nics = {name: getattr(made.settings, name) for name in _OF_THE_JOB}
         try:
@@ -120,19 +120,20 @@ def as_achieved(
         except (InputError, SearchError):
             winner = "variables" if winner == "graph" else winner
     listed = ", ".join(f"{share:.2f} ({name})" for name, share in shares.items())
+    variables = made.choices["variables"]
+    tuned = tuned.with_choice("graph", predicted_gbps=rates["graph"] or made.rate_gbps)
+    tuned = tuned.with_choice("default", predicted_gbps=rates["default"])
+    tuned = tuned.with_choice(
+        "variables",
+        predicted_gbps=rates["variables"],
+        settings=replace(plan.choices["variables"].settings, **own),
+        note=plan.choices["variables"].note or variables.note,
+    )
     return replace(
         tuned,
-        rate_gbps=rates["graph"] or made.rate_gbps,
         bound_gbps=None,
         proven=False,
         bound_assumptions=(),
-        stock=replace(made.stock, rate_gbps=rates["default"]),
-        variables=replace(
-            made.variables,
-            rate_gbps=rates["variables"],
-            settings=replace(plan.variables.settings, **own),
-            note=plan.variables.note or made.variables.note,
-        ),
         winner=winner,
         notices=(*made.notices, f"rates are predictions times what jobs of the plan got: {listed}"),
     )
@@ -354,7 +355,7 @@ def _connecting(cluster: Cluster, gpus: Sequence[tuple[int, ...]], default: Sett
             own = _own_choice(host, settings, ids)
             topo = view(host.machine, host.knowledge, own.settings, gpus=ids)
             channels.append([default_channels(topo, own.chains, own.cross_nic)])
-        choice = Choice(settings=settings, rings=(), rate_gbps=None)
+        choice = Choice(name="default", settings=settings)
         choice = failing(choice, cluster, channels)
         if not choice.fails:
             return settings

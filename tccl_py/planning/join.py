@@ -24,7 +24,7 @@ from tccl_py.nccl.graph_search import DefaultChain, default_choice
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import view
 from tccl_py.plan.chains import AS_GOOD as WORTH
-from tccl_py.plan.chains import Choice, Failure, failure_over, preferred
+from tccl_py.plan.chains import Choice, ChoiceName, Failure, failure_over, preferred
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.retuning import ends_as_measured
 from tccl_py.plan.tables import ClassRates, OwnChains
@@ -213,16 +213,16 @@ def _own_choices(cluster: Cluster, nodes: Sequence[ClassRates]) -> tuple[Choice,
     The slowest class decides, and uplinks in the order given. Both are equal where all classes are
     rated without variables.
     """
-    variables = _own_choice(cluster, nodes, [node.stock for node in nodes])
+    variables = _own_choice("variables", cluster, nodes, [node.stock for node in nodes])
     rated = [node.plain for node in nodes if isinstance(node.plain, OwnChains)]
     if len(rated) == len(nodes):
-        return _own_choice(cluster, nodes, rated), variables
+        return _own_choice("default", cluster, nodes, rated), variables
     notes = (node.plain for node in nodes if isinstance(node.plain, str))
     settings = nodes[0].kept.default_settings
     default = Choice(
+        name="default",
         settings=settings,
         rings=variables.rings,
-        rate_gbps=None,
         note=next(filter(None, notes), ""),
         fails=_failure(cluster, nodes, settings),
     )
@@ -253,7 +253,7 @@ def _on_rails(
     railed = [node.kept.railed for node in nodes if node.kept.railed is not None]
     if len(railed) == len(nodes):
         own = [[channels] for channels in map(channels_on, nodes, railed)]
-        stays = failing(_own_choice(cluster, nodes, railed), cluster, own)
+        stays = failing(_own_choice("variables", cluster, nodes, railed), cluster, own)
         rate = variables.rate_gbps or 0.0
         if stays.rate_gbps is not None and preferred(stays.rate_gbps, rate, less=False):
             variables = stays
@@ -292,7 +292,7 @@ def _default_channels(node: ClassRates) -> list[HostChannels]:
 
 
 def _own_choice(
-    cluster: Cluster, nodes: Sequence[ClassRates], defaults: Sequence[OwnChains]
+    name: ChoiceName, cluster: Cluster, nodes: Sequence[ClassRates], defaults: Sequence[OwnChains]
 ) -> Choice:
     """Return NCCL's own rings over the hosts in the order given."""
     rate = min(stock.rate_gbps for stock in defaults)
@@ -316,9 +316,11 @@ def _own_choice(
         first += host.slots
     fallback = any(stock.fallback for stock in defaults)
     return Choice(
+        name=name,
         settings=settings,
-        rings=tuple(tuple(chain.from_iterable(parts)) for parts in zip(*ranks, strict=True)),
-        rate_gbps=rate,
+        rings=tuple(tuple(chain.from_iterable(parts)) for parts in zip(*ranks, strict=True))
+        or None,
+        predicted_gbps=rate,
         error=max(stock.error for stock in defaults),
         assumed=any(stock.assumed for stock in defaults),
         note=SIMPLE_ORDER if fallback else "",

@@ -13,7 +13,7 @@ import msgspec
 from tccl_py.errors import InputError, require
 from tccl_py.model.cluster import single_host
 from tccl_py.model.links import Proof
-from tccl_py.nccl.settings import Settings, environment
+from tccl_py.nccl.settings import environment
 from tccl_py.plan.chains import Choice, Failure
 from tccl_py.plan.plan import Plan
 from tccl_py.planning.planner import plan_hosts
@@ -131,24 +131,18 @@ def judged_by(plan: Plan, proof: Proof) -> Plan:
     jobs = {frozenset(job.environment.items()): job for job in failed}
     replace = msgspec.structs.replace
 
-    def failure(settings: Settings, known: Failure | None) -> Failure | None:
-        job = jobs.get(frozenset(environment(of_transports(settings)).items()))
-        return known if job is None else replace(known or _NO_PAIRS, verdict=job.verdict)
-
     def judged(choice: Choice) -> Choice:
-        fails = failure(choice.settings, choice.fails)
-        note = choice.note or proof.what
-        return replace(choice, rate_gbps=None, fails=fails, note=note) if fails else choice
+        job = jobs.get(frozenset(environment(of_transports(choice.settings)).items()))
+        if job is None:
+            return choice
+        fails = replace(choice.fails or _NO_PAIRS, verdict=job.verdict)
+        if choice.name == "graph":
+            return replace(choice, fails=fails)
+        return replace(choice, predicted_gbps=None, fails=fails, note=choice.note or proof.what)
 
     if proof.verdict == "inconclusive":
         return plan
-    return replace(
-        plan,
-        stock=judged(plan.stock),
-        large_buffers=plan.large_buffers and judged(plan.large_buffers),
-        variables=judged(plan.variables),
-        fails=failure(plan.settings, plan.fails),
-    )
+    return replace(plan, choices={name: judged(way) for name, way in plan.choices.items()})
 
 
 def _named_gpus(request: PlanRequest, place: MeasuredMachine, say: Say) -> tuple[int, ...] | None:

@@ -116,7 +116,7 @@ def smaller_sets(
     Only graph files need rings of their own, else rings are searched `everywhere` alone. Where the
     plugin gives variables to single communicators, NCCL's own rings are rated.
     """
-    variables = plan.job_settings if plan.is_by_variables else plan.variables.settings
+    variables = plan.job_settings if plan.is_by_variables else plan.choices["variables"].settings
     if everywhere or plan.recommended == "graph":
         planned = subset_rings(task, best.settings, best.orders)
         return _rated(task, planned, (best.settings, variables))

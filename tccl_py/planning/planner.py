@@ -19,14 +19,15 @@ from tccl_py.nccl.versions import ASSUMED, plain_version
 from tccl_py.nccl.view import view
 from tccl_py.plan.chains import (
     CUT_SHORT,
-    Alternative,
     Choice,
+    ChoiceName,
     Order,
     failure_over,
     plan_chain,
 )
 from tccl_py.plan.plan import Plan
 from tccl_py.planning.choices import (
+    Rated,
     SettingsSearch,
     as_graph,
     interval,
@@ -241,7 +242,7 @@ class OneHost:
             self.cluster,
             self.gpus,
             joined,
-            (choice_of(rated.default, rated.note, task), choice_of(rated.variables, "", task)),
+            choices_of(rated, task),
             self.request,
             views=[task.view(best.settings)],
             notices=dict.fromkeys(note for result in results for note in result.notices),
@@ -258,19 +259,19 @@ class OneHost:
         }
         searched = sorted(search.searched, key=lambda choice: -choice.rate_gbps)
         alternatives = (
-            Alternative(rings_in_set=len(choice.orders), **picked(choice, "settings", "rate_gbps"))
-            for choice in searched
+            Choice(
+                name="graph",
+                settings=one.settings,
+                rings=one.orders,
+                predicted_gbps=one.rate_gbps,
+            )
+            for one in searched
         )
         # Over NVLink through another GPU default NCCL may be faster than what has a rate.
         default_view = task.view(task.default_settings)
         relays = rated.default is None and not (default_view.by_network or default_view.unsound)
         winner = "default" if relays else None
-        return msgspec.structs.replace(
-            plan,
-            alternatives=tuple(alternatives),
-            winner=winner,
-            large_buffers=None if large is None else choice_of(large, "", task),
-        )
+        return msgspec.structs.replace(plan, alternatives=tuple(alternatives), winner=winner)
 
     def with_parts(self, plan: Plan) -> Iterator[Plan]:
         """Yield the plan with the machine's limit, then with rings for smaller sets of GPUs."""
@@ -303,19 +304,33 @@ def sound_part(task: Task, plan: Plan) -> Iterator[str]:
         )
 
 
-def choice_of(stock: Stock | None, note: str, task: Task) -> Choice:
-    """Return NCCL's own rings, measured, as a choice of a plan; None is default NCCL, unrated."""
-    if stock is None:
+def choices_of(rated: Rated, task: Task) -> Iterator[Choice]:
+    """Yield the choices without a graph file: NCCL's own rings, measured."""
+    if rated.default is None:
         nccl, settings = task.own_choice(task.default_settings), task.default_settings
-        fails = failure_over(task.unsound(settings))
-        return Choice(settings=settings, rings=nccl.rings, rate_gbps=None, note=note, fails=fails)
-    return Choice(
-        **picked(stock, "settings", "rate_gbps"),
-        rings=stock.nccl.rings,
-        error=interval(stock.measurement),
-        assumed=stock.measurement.assumed,
-        note=note,
-    )
+        yield Choice(
+            name="default",
+            settings=settings,
+            rings=nccl.rings or None,
+            note=rated.note,
+            fails=failure_over(task.unsound(settings)),
+        )
+    names: dict[ChoiceName, Stock | None] = {
+        "default": rated.default,
+        "large-buffers": rated.large_buffers,
+        "variables": rated.variables,
+    }
+    for name, own in names.items():
+        if own is not None:
+            yield Choice(
+                name=name,
+                settings=own.settings,
+                rings=own.nccl.rings,
+                predicted_gbps=own.rate_gbps,
+                error=interval(own.measurement),
+                assumed=own.measurement.assumed,
+                note=rated.note if name == "default" else "",
+            )
 
 
 def _final(task: Task, default: Stock, best: Candidate) -> tuple[Candidate, Measurement]:

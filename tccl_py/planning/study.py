@@ -242,7 +242,7 @@ def assembled(
     cluster: Cluster,
     class_gpus: Sequence[tuple[int, ...]],
     joined: JoinedRings,
-    rated: tuple[Choice, Choice],
+    rated: Iterable[Choice],
     request: PlanRequest,
     *,
     views: Sequence[NcclView],
@@ -253,7 +253,7 @@ def assembled(
 ) -> Plan:
     """Return the plan of rings over one host or several; the counts of sets are left 0.
 
-    `rated` are default NCCL and NCCL by variables alone, `views` NCCL's of a host of each class.
+    `rated` are the choices without a graph file, `views` NCCL's of a host of each class.
     """
     numbers: dict[tuple[int, tuple[PlanChain, ...]], int] = {}
     hosts: list[PlannedHost] = []
@@ -267,12 +267,16 @@ def assembled(
     for number, chains in numbers:
         intra, inter = path_types(views[number], chains)
         paths.append(HostPath(node_class=number, chains=chains, type_intra=intra, type_inter=inter))
-    default, variables = rated
     version = joined.settings.version
     other_count = other_count_notices(request.ring_counts or (), joined.rings)
-    same = "settings", "rate_gbps", "error", "assumed", "bound_gbps", "bound_assumptions"
-    return Plan(
-        **picked(joined, *same),
+    graph = Choice(
+        name="graph",
+        predicted_gbps=joined.rate_gbps,
+        **picked(joined, "settings", "error", "assumed"),
+    )
+    plan = Plan(
+        **picked(joined, "bound_gbps", "bound_assumptions"),
+        choices={choice.name: choice for choice in (*rated, graph)},
         cluster=cluster,
         class_gpus=tuple(class_gpus),
         hosts=tuple(hosts),
@@ -285,12 +289,12 @@ def assembled(
         sets_measured=0,
         sets_remembered=0,
         sets_by_symmetry=0,
-        stock=default,
-        variables=variables,
         notices=(*notices, *filter(None, [unchecked(version)]), *other_count),
         pinned_env=dict(request.pinned_env),
         cancelled=cancelled,
     )
+    # The rings of its channels follow from the paths.
+    return plan.with_choice("graph", settings=joined.settings)
 
 
 def other_count_notices(counts: Sequence[int], count: int) -> tuple[str, ...]:

@@ -115,9 +115,10 @@ def ring_views(plan: Plan, number: int, layout: Layout) -> list[HopsView]:
 
 def _default_views(plan: Plan, layout: Layout) -> Iterator[HopsView]:
     turned = Counter(
-        ring[ring.index(min(ring)) :] + ring[: ring.index(min(ring))] for ring in plan.stock.rings
+        ring[ring.index(min(ring)) :] + ring[: ring.index(min(ring))]
+        for ring in plan.choices["default"].rings or ()
     )
-    topo = view(plan.machine, plan.knowledge, plan.stock.settings, gpus=plan.gpus)
+    topo = view(plan.machine, plan.knowledge, plan.choices["default"].settings, gpus=plan.gpus)
     for at, (ring, channels) in enumerate(turned.items()):
         hops: list[Ends] = []
         for a, b in neighbours(ring) if len(ring) > 1 else ():

@@ -163,7 +163,7 @@ def main(folder):
     for name, (cables, hosts, ports) in CLUSTERS.items():
         plan = planned(cables, hosts, ports)
         cases.append(case(name, plan, folder))
-        if plan.variables.rate_gbps is not None and "hand-made" not in name:
+        if plan.choices["variables"].rate_gbps is not None and "hand-made" not in name:
             cases.append(by_variables(cases[-1], cables, hosts, ports))
     by_name = {one["name"]: one for one in cases}
     wrong = by_name["ring of 3"] | {"name": "ring of 3, a cable at another port", "hops": []}

@@ -90,7 +90,7 @@ def test_nccl_chooses_by_size_as_its_cost_model_says(simulated, gpus, name):
     """Over all GPUs with and without the plan's graph file, and over two GPUs."""
     plan = load_plan(simulated)
     of, graph = plan.gpus, None
-    settings = plan.settings if name == "graph" else plan.stock.settings
+    settings = plan.settings if name == "graph" else plan.choices["default"].settings
     if name == "pair":
         of = tuple(gpus[:2])
         model = cost_model(view(plan.machine, plan.knowledge, settings, gpus=of))
@@ -181,7 +181,7 @@ def test_a_measured_plan_takes_nccls_own_rings_and_files_that_it_loads(gpus, tmp
     assert not any("was asked neither" in one for one in plan.notices)
     assert "default" in plan.sizes
     found = ask_nccl({}, pair)
-    assert all(same_rings(ring, found.rings[0]) for ring in plan.stock.rings)
+    assert all(same_rings(ring, found.rings[0]) for ring in plan.choices["default"].rings)
     verdict = judged(
         environment(plan.settings),
         pair,

@@ -20,7 +20,7 @@ from tccl_py.plan.retuning import retuned
 from tccl_py.readers.live import discover_machine
 from tests.gpu.ranks import BRIEF, CHANNELS, PINNED, REAL, REPOSITORY, SHARE, run_ranks
 from tests.gpu.test_profiler_on_gpus import eventually, used_mib, workers
-from tests.planned import needing_a_graph
+from tests.planned import needing_a_graph, replace_plan
 from tests.plugin.logs import assert_own_rings
 from tests.skips import needs
 
@@ -156,8 +156,8 @@ def with_winner(plan, choice, folder):
 def with_few_channels(plan):
     """The same plan without variables for more channels: all blocks have to fit on one real GPU."""
     replace = msgspec.structs.replace
-    by_variables = replace(plan.variables.settings, min_channels=None)
-    plan = replace(plan, variables=replace(plan.variables, settings=by_variables))
+    by_variables = replace(plan.choices["variables"].settings, min_channels=None)
+    plan = replace_plan(plan, variables=replace(plan.choices["variables"], settings=by_variables))
     channels = min(plan.settings.channels, 4)
     return retuned(plan, replace(plan.settings, channels=channels, min_channels=None))
 
