@@ -22,7 +22,7 @@ from tccl_py.files import decode_json, encode_json, read_text
 from tccl_py.nccl.settings import GRAPH_VARIABLE
 from tccl_py.plan.chains import ChoiceName
 from tccl_py.plan.text import CHOICE_WORDS
-from tccl_py.report.verification import verification_json
+from tccl_py.report.verification import report_verification
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDED, SENT = ROOT / "tests/cases/verification", ROOT / "docs/results"
@@ -133,7 +133,7 @@ def read_result(path: Path) -> Result:
     """
     where, text = str(path), read_text(path)
     if '"raw"' in text:
-        text = encode_json(verification_json(decode_json(text, Verification, where=where)))
+        text = encode_json(report_verification(decode_json(text, Verification, where=where)))
     result = decode_json(text, Result, where=where)
     names = [arm.name for arm in result.arms]
     if result.backend != "cuda" or not result.devices or not result.versions.get("nccl"):

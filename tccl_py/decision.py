@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from statistics import NormalDist, median
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
+from tccl_py.files import says
 from tccl_py.plan.chains import AS_GOOD, CHOICES, ChoiceName
 from tccl_py.statistics import Interval, median_interval, ratio_interval, unpaired_interval
 
@@ -67,16 +68,13 @@ def over(arm: Sequence[float], default: Sequence[float]) -> Interval:
 
 
 class StepTime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The communication of a step by a choice, in seconds.
-
-    `speed` is over default NCCL's, and `faster` whether that is beyond chance.
-    """
+    """The communication of a step by a choice, in seconds."""
 
     seconds: float
-    low: float
+    low: Annotated[float, says("the 95 % interval of `seconds`")]
     high: float
-    speed: Interval
-    faster: bool = False
+    speed: Annotated[Interval, says("over default NCCL's")]
+    faster: Annotated[bool, says("beyond chance")] = False
 
 
 def step_times(

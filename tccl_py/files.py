@@ -26,6 +26,7 @@ SPACE = "choose a writable place with free space"
 
 T = TypeVar("T")
 Text = TypeVar("Text", bound="TextValue")
+Result = TypeVar("Result", bound=msgspec.Struct)
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
 _BEYOND_ASCII = re.compile("[\x7f-\U0010ffff]")  # JSON lets all stand as they are
 
@@ -301,6 +302,17 @@ def check_version(version: int, readable: int, where: str | Path) -> None:
 def picked(record: object, *names: str) -> dict[str, Any]:
     """Return some fields of a record by their names, for JSON."""
     return {name: getattr(record, name) for name in names}
+
+
+def says(text: str) -> msgspec.Meta:
+    """Return the description of a key of JSON, for the type of a result's field."""
+    return msgspec.Meta(description=text)
+
+
+def fill(kind: type[Result], record: object, **more: Any) -> Result:
+    """Return a result whose fields are attributes of a record by their names, or given."""
+    names = (name for name in kind.__struct_fields__ if name not in more and hasattr(record, name))
+    return kind(**{name: getattr(record, name) for name in names}, **more)
 
 
 def encode_json(value: Any) -> str:

@@ -7,7 +7,7 @@ import pytest
 
 from tccl_py.errors import InputError
 from tccl_py.model.measurement import Measurement
-from tccl_py.plan.text import plan_json, proof
+from tccl_py.plan.text import proof, show_plan
 from tccl_py.planning.planner import make_plan
 from tccl_py.search.strategies import find_rings
 from tccl_py.simulator.descriptions import bundled_names, load_bundled
@@ -61,7 +61,7 @@ def test_measured_rings_are_best_found_and_say_what_the_bound_assumes():
     assert plan.at_bound
     assert not plan.proven
     assert "best found within 1 %" in proof(plan)
-    monotone, symmetric = plan_json(plan)["assumptions"]
+    monotone, symmetric = show_plan(plan).assumptions
     assert "never speeds up" in monotone
     assert "symmetry" in symmetric
     assert "drawn at random" in symmetric

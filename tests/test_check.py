@@ -6,6 +6,7 @@ import pytest
 
 from tccl_py.delivery.fit import differences
 from tccl_py.errors import InputError, MeasurementError
+from tccl_py.experiments.preflight import Preflight
 from tccl_py.explanation.paths import Paths
 from tccl_py.health import remeasuring
 from tccl_py.health.drift import (
@@ -13,7 +14,6 @@ from tccl_py.health.drift import (
     Effort,
     TooShortError,
     chosen_sets,
-    drift_json,
     find_drift,
     gpus_of,
     joined,
@@ -24,6 +24,7 @@ from tccl_py.health.drift_statistics import Comparison, common_spread, compared,
 from tccl_py.model.machine import Fingerprint, Knowledge
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import parse_flow, parse_set, transfer_set
+from tccl_py.report.check import report_check
 from tccl_py.simulator.descriptions import model_for
 from tccl_py.simulator.source import Simulator
 from tests.cluster_plans import FOUR, ONE, PAIR, cluster_plan
@@ -264,7 +265,8 @@ def test_equal_sets_of_unlike_hosts_are_compared_and_named_apart():
         now = exact_rates(with_slower_link(model, "G1", 0.4) if number else model)
         drifts.append(find_drift(plan, journal, Noisy(now, noise=0.01, seed=7), number=number))
     both = joined(plan, drifts)
-    assert drift_json(plan, both)["sets_compared"] == len(plan.cluster.classes) * len(sets)
+    assert report_check(plan, Preflight(drift=both), None).sets_compared == len(both.sets)
+    assert len(both.sets) == len(plan.cluster.classes) * len(sets)
     assert {(row.hosts, row.transfers) for row in both.changes} == {("pair", one) for one in sets}
     text = prometheus_text(both, {"machine": "two"}, now=0)
     changed = [line for line in text.splitlines() if line.startswith("tccl_check_set_changed")]

@@ -18,7 +18,7 @@ from tccl_py.nccl.settings import Settings, environment
 from tccl_py.plan.chains import PlannedHost
 from tccl_py.plan.directory import nccl_files, write_plan
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.text import assumptions, choice_json
+from tccl_py.plan.text import assumptions, show_choice
 from tccl_py.planning.plan_sources import hosts_again
 from tccl_py.sources.journal import JournalFile
 from tests.cluster_plans import FOUR, LOCAL, PAIR, cluster_plan, equal_hosts, mixed
@@ -144,7 +144,7 @@ def test_json_has_the_keys_that_are_kept(directory):
                 "environment": environment(plan.settings),
                 "kept": {},
                 "recommended": "graph",
-                "choices": {name: choice_json(one) for name, one in plan.choices.items()},
+                "choices": {name: show_choice(one) for name, one in plan.choices.items()},
                 "cancelled": False,
                 "notices": ["N2 left out"],
                 "assumptions": assumptions(plan),

@@ -36,8 +36,10 @@ ARM_KEYS = [
     "environment", "settings", "sizes", "groups", "training", "transfers", "not_recommended",
     "checked", "wrong", "rings", "failure",
 ]  # fmt: skip
-SIZE_KEYS = ["bytes", "us", "gbps", "ratio", "low", "high", "verdict", "harm"]
-TRANSFER_KEYS = ["bytes", "collective", "groups", "mode", "beside", *SIZE_KEYS[1:]]
+ROW_KEYS = [
+    "collective", "bytes", "mode", "groups", "beside_gemm", "us", "gbps", "ratio", "low", "high",
+    "verdict", "harm",
+]  # fmt: skip
 
 
 def tccl(*arguments):
@@ -140,7 +142,7 @@ def test_all_rows_are_shown_and_copy_engines_decide_nothing(place, jobs):
     found = json.loads(tccl("verify", place, *words, "--json").stdout)
     assert found["winner"] == "variables"
     for arm in found["arms"][:2]:
-        rows = {(row["collective"], row["mode"], bool(row["beside"])) for row in arm["transfers"]}
+        rows = {(row["collective"], row["mode"], row["beside_gemm"]) for row in arm["transfers"]}
         assert {("send", "copy", True), ("send", "", False), ("all_reduce", "", True)} <= rows
         copies = [row for row in arm["transfers"] if row["mode"] == "copy"]
         assert [row["harm"] for row in copies] == [None, None]
@@ -169,9 +171,9 @@ def test_json_has_the_keys_that_the_help_lists(place, jobs):
     assert list(arms) == ["default", "variables", "graph"]
     for arm in arms.values():
         assert list(arm) == ARM_KEYS
-        assert [list(one) for one in arm["sizes"]] == [SIZE_KEYS] * 2
-        assert {tuple(one) for one in arm["transfers"]} == {tuple(TRANSFER_KEYS)}
-        assert [list(one) for one in arm["groups"]] == [["groups", *SIZE_KEYS]] * len(arm["groups"])
+        assert len(arm["sizes"]) == 2
+        for kind in ("sizes", "transfers", "groups"):
+            assert all(list(row) == ROW_KEYS for row in arm[kind])
     assert [len(one["groups"]) for one in arms.values()] == [4, 4, 0]
     assert (found["accepted"], found["winner"]) == (False, "default")
     assert arms["variables"]["not_recommended"] == [4096, 64 << 20]

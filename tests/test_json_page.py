@@ -10,19 +10,16 @@ from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
 from tccl_py.experiments.record import Verification
-from tccl_py.experiments.size_table import read_tunings
-from tccl_py.files import encode_json
-from tccl_py.report.sizes import tuning_json
-from tccl_py.report.verification import verification_json
+from tccl_py.files import encode_json, parsed
+from tccl_py.report.verification import report_verification
 from tests.nccl_cases import CASES
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from scripts.json_page import COMMANDS, Tuning, pages  # noqa: E402
+from scripts.json_page import COMMANDS, pages  # noqa: E402
 
 RECORDED = sorted((CASES / "verification").glob("*.json"))
-TUNINGS = sorted((CASES / "tuning").glob("*.json"))
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +40,8 @@ def printed(*words):
 
 def same_keys(name, found):
     """Whether a type has all keys of an output, and no other: it is the same read and written."""
-    kind = Tuning if name == "tuning" else COMMANDS[name]
-    return json.loads(encode_json(msgspec.convert(found, kind))) == found
+    result = msgspec.convert(found, COMMANDS[name], dec_hook=parsed)
+    return json.loads(encode_json(result)) == found
 
 
 def test_the_page_and_the_schemas_are_those_of_the_types():
@@ -86,10 +83,4 @@ def test_commands_print_the_keys_of_the_page(folder, monkeypatch, name, words):
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
 def test_recorded_verifications_have_the_keys_of_the_page(path):
     result = msgspec.json.decode(path.read_text(), type=Verification)
-    assert same_keys("verify", json.loads(encode_json(verification_json(result) | {"tunings": []})))
-
-
-@pytest.mark.parametrize("path", TUNINGS, ids=lambda path: path.stem)
-def test_recorded_tunings_have_the_keys_of_the_page(path):
-    for tuning in read_tunings(path.read_text(), str(path)):
-        assert same_keys("tuning", json.loads(encode_json(tuning_json(tuning))))
+    assert same_keys("verify", json.loads(encode_json(report_verification(result))))

@@ -16,7 +16,7 @@ from tccl_py.errors import MeasurementError
 from tccl_py.experiments.target import Target
 from tccl_py.model.rings import Hop, bounce, ring, ring_like, ring_set
 from tccl_py.model.transfer import Fifo, parse_set
-from tccl_py.plan.text import CHOICE_WORDS, limit_text, plan_json
+from tccl_py.plan.text import CHOICE_WORDS, limit_text, show_plan
 from tccl_py.planning.planner import make_plan
 from tccl_py.planning.study import bare_copies, limit_gbps
 from tccl_py.simulator.descriptions import load_bundled
@@ -104,7 +104,7 @@ def test_a_limit_that_no_source_can_measure_is_left_out():
     assert plan.limit_gbps == pytest.approx(360.8)
     plan = plan_from(Refusing(PCIE, MeasurementError("no plain transfers")), PCIE)
     assert plan.limit_gbps is None
-    assert plan_json(plan)["limit_gbps"] is None
+    assert show_plan(plan).limit_gbps is None
     assert "limit" not in text_of(plan)
     assert not plan.cancelled
 

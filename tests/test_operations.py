@@ -22,7 +22,7 @@ from tccl_py.nccl.plugin.index import INDEX_VARIABLE
 from tccl_py.nccl.settings import Settings
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.machine_files import ALIKE_INDEX_FILE
-from tccl_py.report.preflight import preflight_metrics
+from tccl_py.report.check import preflight_metrics
 from tests.skips import needs
 
 ROOT = Path(__file__).parent.parent

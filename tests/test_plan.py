@@ -25,7 +25,7 @@ from tccl_py.nccl.view import view
 from tccl_py.plan.chains import per_channel
 from tccl_py.plan.directory import nccl_files
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.text import plan_json, summary
+from tccl_py.plan.text import show_plan, summary
 from tccl_py.planning.handle import load_plan
 from tccl_py.planning.parts import subsets
 from tccl_py.planning.planner import make_plan
@@ -276,7 +276,7 @@ def test_assumed_values_are_told_of_the_choices_that_they_lie_behind():
     assert "(simulated)" in shown["graph file"] and "(simulated)" in shown["variables only"]
     # A ratio rests on both rates.
     assert f"default NCCL {mark}" in plan.advice
-    assert plan_json(plan)["choices"]["default"]["assumed"]
+    assert show_plan(plan).choices["default"].assumed
     # Files of the recommended variables are not marked by the graph file's rates.
     other = replace_plan(plan, assumed=True, winner="variables")
     files = nccl_files(other, ANYWHERE)

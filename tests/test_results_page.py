@@ -20,7 +20,7 @@ from scripts.results_page import (
 from tccl_py.errors import InputError
 from tccl_py.experiments.record import Verification
 from tccl_py.files import decode_json, encode_json
-from tccl_py.report.verification import verification_json
+from tccl_py.report.verification import report_verification
 
 FOLDER = RECORDED
 RECORDED = RECORDED / "h200x4-vm-no-p2p.json"
@@ -30,7 +30,7 @@ RECORDED = RECORDED / "h200x4-vm-no-p2p.json"
 def printed():
     """What `verify --json` prints of a recorded verification."""
     found = decode_json(RECORDED.read_text(), Verification, where="recorded")
-    return json.loads(encode_json(verification_json(found)))
+    return json.loads(encode_json(report_verification(found)))
 
 
 def test_the_page_is_as_the_script_writes_it():

@@ -4,7 +4,7 @@ import json
 from itertools import product
 
 import pytest
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
@@ -21,8 +21,8 @@ from tccl_py.plan.plan import Plan
 from tccl_py.plan.retuning import retuned
 from tccl_py.plan.size_choices import (
     SIZES,
+    list_by_size,
     size_choices,
-    size_json,
     size_notes,
     size_table,
     why_no_sizes,
@@ -38,7 +38,7 @@ def plan_of(name):
 
 def test_rows_are_of_each_collective_and_size_for_default_and_the_recommended_choice():
     plan = plan_of("asus-esc8000a-e13p")
-    rows = size_json(plan)
+    rows = [asdict(row) for row in list_by_size(plan)]
     assert {row["choice"] for row in rows} == {"default", plan.recommended}
     assert len(rows) == 2 * 5 * len(SIZES)
     keys = {"choice", "collective", "bytes", "algorithm", "protocol", "channels"}
@@ -165,11 +165,11 @@ def test_show_and_advise_have_the_table(tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(encode_json(plan))
     shown = CliRunner().invoke(app, ["show", str(tmp_path), "--json"])
-    assert json.loads(shown.stdout)["by_size"] == size_json(plan)
+    assert json.loads(shown.stdout)["by_size"] == [asdict(row) for row in list_by_size(plan)]
     usual = CliRunner().invoke(app, ["show", str(tmp_path)]).stdout
     assert "all_reduce" not in usual and "256 KiB of all-reduce take" in usual
     text = CliRunner().invoke(app, ["show", str(tmp_path), "--sizes"]).stdout
     assert all(name in text for name in ("all_reduce", "ring simple", "broadcast"))
     assert " us" not in text
     advice = json.loads(CliRunner().invoke(app, ["advise", "amd-v100", "--json"]).stdout)
-    assert advice["by_size"] == size_json(plan)
+    assert advice["by_size"] == [asdict(row) for row in list_by_size(plan)]

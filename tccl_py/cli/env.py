@@ -7,9 +7,11 @@ import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
+import msgspec
 import typer
+from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from tccl_py.cli import options
@@ -19,7 +21,7 @@ from tccl_py.delivery.fit import ALIKE_VARIABLE
 from tccl_py.delivery.job import Delivery, JobRequest, deliver
 from tccl_py.delivery.placement import prefer_numa_node
 from tccl_py.errors import InputError, require
-from tccl_py.files import picked
+from tccl_py.files import picked, says
 from tccl_py.model.cluster import shown
 from tccl_py.nccl.settings import GRAPH_VARIABLE, env_conflicts, export_lines
 from tccl_py.nccl.variables import CHOOSING_VARIABLES
@@ -37,6 +39,18 @@ FORCE = flag("--force", "Also by the plan of a dry run.")
 NO_EXECUTABLE, NO_PROGRAM = 126, 127
 """The exit codes of shells for a program that cannot be run, and for one that does not exist."""
 EQUAL_HOSTS = flag("--alike", "GPUs' UUIDs may differ.", envvar=ALIKE_VARIABLE)
+
+
+class Env(msgspec.Struct, frozen=True, kw_only=True):
+    """`tccl env --json`."""
+
+    gpus: tuple[int, ...] | UnsetType = UNSET
+    host: Annotated[str | UnsetType | None, says("of several hosts alone")] = UNSET
+    off: Annotated[str | UnsetType, says("why the plan is disabled")] = UNSET
+    choice: Annotated[ChoiceName | UnsetType, says("the delivered choice")] = UNSET
+    environment: dict[str, str]
+    simulated: bool
+    dry_run: bool
 
 
 def env(
@@ -86,9 +100,15 @@ def env(
             )
     _warn_of_choices(plan, delivery)
     if json:
-        state = {"off": delivery.disabled} if delivery.disabled else {"choice": delivery.choice}
-        marks = picked(plan, "simulated", "dry_run")
-        print_json({**delivery.job, **state, "environment": delivery.variables, **marks})
+        print_json(
+            Env(
+                **delivery.job,
+                off=delivery.disabled or UNSET,
+                choice=UNSET if delivery.disabled else delivery.choice,
+                environment=dict(delivery.variables),
+                **picked(plan, "simulated", "dry_run"),
+            )
+        )
     elif plan.dry_run and not force:
         print(f"# tccl-py, {delivery.disabled}")
     else:

@@ -43,6 +43,7 @@ from tccl_py.experiments.nccl_tests import find_program
 from tccl_py.experiments.preflight import (
     FAMILIES,
     Preflight,
+    Problem,
     measure_plan_again,
 )
 from tccl_py.files import encode_json
@@ -54,7 +55,7 @@ from tccl_py.health.comparison import (
     read_reports,
 )
 from tccl_py.health.doctor import Diagnosis, examine, this_host
-from tccl_py.health.drift import Drift, Effort, drift_json, metric_labels, prometheus_text
+from tccl_py.health.drift import Drift, Effort, metric_labels, prometheus_text
 from tccl_py.health.drift_statistics import SMALLEST, Comparison
 from tccl_py.health.host import Defect, DriverState, HostState, files_of_this_host
 from tccl_py.health.network import check_network
@@ -65,7 +66,7 @@ from tccl_py.model.measurement import IN_DRY_RUN
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import plan_in
 from tccl_py.plan.text import plan_name
-from tccl_py.report.preflight import PREFLIGHT, preflight_json, preflight_metrics
+from tccl_py.report.check import PREFLIGHT, preflight_metrics, report_check
 from tccl_py.report.tables import lines
 from tccl_py.sources.hosts import examined_hosts
 
@@ -147,8 +148,7 @@ def check(
         text = "# DRY RUN\n" * plan.dry_run + prometheus_text(drift, labels, now=time.time())
         write_result(text + preflight_metrics(result, labels) * preflight, output)
     elif json:
-        keys = preflight_json(plan, result) if preflight else drift_json(plan, drift)
-        write_result(encode_json(keys if links is None else {**keys, "links": links}), output)
+        write_result(encode_json(report_check(plan, result, links)), output)
     else:
         if preflight:
             _print_preflight(result, dry_run=plan.dry_run)
@@ -170,9 +170,10 @@ def _links_again(plan: Plan, directory: Path, *, json: bool, output: Path | None
             notice(f"links: {links.verdict}: {links.what}")
         return links
     if json:
-        problem = {"what": "links", "where": links.common, "expected": "sound", "measured": fault}
-        keys = {"ok": False, "drifted": True, "findings": [problem], "links": links}
-        write_result(encode_json(keys), output)
+        problem = Problem("links", links.common, "sound", fault)
+        found = report_check(plan, Preflight(), links)
+        found = replace(found, ok=False, drifted=True, findings=(problem,))
+        write_result(encode_json(found), output)
     else:
         results().print(f"links are not as planned: {fault}", style=BAD)
     raise typer.Exit(ANSWER_IS_NO)

@@ -11,7 +11,7 @@ from tccl_py.cli.options import MACHINE_HELP, arg, flag, gpus_argument, opt, p2p
 from tccl_py.cli.output import BAD, GOOD, grid, print_table, results
 from tccl_py.cli.process import ANSWER_IS_NO, notice, notice_each, print_json, write_result
 from tccl_py.errors import InputError, counted
-from tccl_py.files import picked, read_bytes, read_text
+from tccl_py.files import fill, read_bytes, read_text
 from tccl_py.model.cards import assume_p2p
 from tccl_py.model.cluster import parse_gpus
 from tccl_py.model.machine import Machine, description_to_json
@@ -161,7 +161,7 @@ def validate(
             where=str(graph),
         )
     if json:
-        print_json(picked(verdict, "verdict", "reason", "rings"))
+        print_json(fill(validator.GraphVerdict, verdict))
     else:
         out = results()
         style = GOOD if verdict.verdict == "used" else BAD

@@ -7,9 +7,11 @@ from contextlib import ExitStack, contextmanager
 from math import inf
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
+from msgspec import UNSET, UnsetType
 from rich.table import Table
 
 from tccl_py.cli import options
@@ -17,7 +19,7 @@ from tccl_py.cli.options import arg, check_quoted, flag, gpus_argument, opt, ref
 from tccl_py.cli.output import ProgressLine, heat, results
 from tccl_py.cli.process import notice, notice_each, print_json
 from tccl_py.errors import InputError, TcclError
-from tccl_py.files import picked
+from tccl_py.files import fill, picked, says
 from tccl_py.launchers import in_job
 from tccl_py.model.measurement import IN_DRY_RUN, Measurement
 from tccl_py.model.measurement import mark as provenance
@@ -133,7 +135,7 @@ def _measure_sets(
         conditions = source.conditions
     rows = list(zip(map(flow_texts, sets), measurements, strict=True))
     if asked.json:
-        print_json([_row_json(*row, dry_run=source.dry_run) for row in rows])
+        print_json([_measured_row(*row, dry_run=source.dry_run) for row in rows])
     else:
         _print_table(title, conditions, rows, dry_run=source.dry_run)
     # When it is closed, the source has looked at the GPUs once more.
@@ -250,16 +252,36 @@ def _measured(
             raise
 
 
-def _row_json(texts: Texts, measurement: Measurement, *, dry_run: bool) -> dict[str, Any]:
-    """Return the JSON of a measurement, rates in the order of its flows' texts."""
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """A set of `tccl measure --json`; the keys from `skew_us` on only of measured ones."""
+
+    set: str
+    gbps: Annotated[tuple[float, ...], says("of each flow")]
+    total_gbps: float
+    simulated: bool
+    assumed: bool
+    dry_run: bool
+    skew_us: float | UnsetType | None = UNSET
+    skew_error_us: float | UnsetType | None = UNSET
+    overlap: float | UnsetType | None = UNSET
+    overlap_at_least: bool | UnsetType = UNSET
+    spread: Annotated[tuple[float | None, ...] | UnsetType, says("width of the 95 % interval")] = (
+        UNSET
+    )
+    repeats: int | UnsetType = UNSET
+    settled: bool | UnsetType = UNSET
+    outliers: Any = UNSET
+
+
+def _measured_row(texts: Texts, measurement: Measurement, *, dry_run: bool) -> Measured:
+    """Return a measurement, rates in the order of its flows' texts."""
     rates, widths = _in_order(texts, measurement)
-    row = {"set": " ".join(texts), "gbps": rates, "total_gbps": sum(rates)}
-    row |= picked(measurement, "simulated", "assumed") | {"dry_run": dry_run}
-    if not measurement.simulated:
-        row |= picked(measurement, "skew_us", "skew_error_us", "overlap", "overlap_at_least")
-        row |= {"spread": widths, "repeats": len(measurement.samples_gbps[0])}
-        row |= picked(measurement, "settled", "outliers")
-    return row
+    row: dict[str, Any] = {"set": " ".join(texts), "gbps": rates, "total_gbps": sum(rates)}
+    row["dry_run"] = dry_run
+    if measurement.simulated:
+        return Measured(**row, **picked(measurement, "simulated", "assumed"))
+    repeats = len(measurement.samples_gbps[0])
+    return fill(Measured, measurement, **row, spread=widths, repeats=repeats)
 
 
 def _in_order(

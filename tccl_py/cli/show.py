@@ -6,10 +6,10 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 from msgspec.structs import replace
 from rich.console import Console
@@ -19,6 +19,7 @@ from tccl_py.cli.options import advanced, arg, flag, in_range, refuse
 from tccl_py.cli.output import DOUBT, GOOD, grid, print_table, results
 from tccl_py.cli.process import ANSWER_IS_NO, check_result_file, notice, print_json, write_result
 from tccl_py.errors import InputError, TcclError
+from tccl_py.files import says
 from tccl_py.plan.chains import WORLD, PlanChain
 from tccl_py.plan.load import is_directory, load_plan
 from tccl_py.plan.plan import Plan
@@ -28,7 +29,6 @@ from tccl_py.plan.text import (
     assumptions,
     diff,
     notices,
-    plan_json,
     planned_gpus,
     subset_files,
     summary,
@@ -152,22 +152,9 @@ def print_plan_json(plan: Plan, directory: Path, workload: Communication | None 
 
     A `workload` is what is predicted for a job.
     """
-    from tccl_py.experiments.record import Verification  # noqa: PLC0415
-    from tccl_py.experiments.sizes import load_sizes  # noqa: PLC0415
-    from tccl_py.experiments.trade_offs import trade_offs  # noqa: PLC0415
-    from tccl_py.plan.size_choices import size_json  # noqa: PLC0415 (not for a plan as text)
-    from tccl_py.report.sizes import tuning_json  # noqa: PLC0415
+    from tccl_py.report.plan import report_plan  # noqa: PLC0415 (not for a plan as text)
 
-    links = ProvenLinks.load(directory) if is_directory(directory) else None
-    tunings = [tuning_json(tuning) for tuning in load_sizes(directory)]
-    more: dict[str, object] = {"limits": list(limit_sentences(plan))}
-    more |= {} if links is None else {"links": links.proof}
-    more |= {} if workload is None else {"workload": workload}
-    if (directory / Verification.FILE).exists():
-        with suppress(InputError):
-            verified = Verification.load(directory)
-            more["trade_offs"] = () if verified is None else trade_offs(verified)
-    print_json(plan_json(plan) | {"by_size": size_json(plan), "tunings": tunings} | more)
+    print_json(report_plan(plan, directory, workload))
 
 
 def print_plan(plan: Plan, console: Console) -> None:
@@ -287,10 +274,17 @@ def _show_causes(
         print_causes(explanation, plan, results())
 
 
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
+    """A fact in which two plans differ, as `tccl show DIR OTHER --json` prints it."""
+
+    what: str
+    values: Annotated[tuple[Any, Any], says("of the first plan and of the second")]
+
+
 def _show_differences(one: Path, other: Path, *, json: bool) -> None:
     differences = diff(load_plan(one), load_plan(other))
     if json:
-        print_json([{"what": name, "values": list(both)} for name, both in differences.items()])
+        print_json([Difference(what=name, values=both) for name, both in differences.items()])
     else:
         rows = [(name, *map(_words, both)) for name, both in differences.items()]
         print_table(results(), [("", str(one), str(other)), *rows])

@@ -40,7 +40,7 @@ from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import plan_in
 from tccl_py.plan.staging import locked
-from tccl_py.report.sizes import SIZES, entry_lines, tuning_facts, tuning_json
+from tccl_py.report.sizes import SIZES, entry_lines, tuning_facts
 from tccl_py.report.tables import (
     TRIED,
     communication_line,
@@ -50,7 +50,7 @@ from tccl_py.report.tables import (
 from tccl_py.report.verification import (
     facts_of,
     headline,
-    verification_json,
+    report_verification,
 )
 from tccl_py.sources.profiled import check_backend
 from tccl_py.workloads.sources import open_workload
@@ -142,8 +142,7 @@ def verify(
 
     def show(result: Verification) -> None:
         if json:
-            tunings = [tuning_json(tuning) for tuning in load_sizes(directory)]
-            print_json(verification_json(result) | {"tunings": tunings})
+            print_json(report_verification(result, load_sizes(directory)))
         else:
             print_verification(result, results())
 

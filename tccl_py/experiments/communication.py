@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from shlex import quote
 from statistics import median
+from typing import Annotated
 
 import msgspec
 from msgspec import structs
@@ -15,6 +16,7 @@ from tccl_py.errors import InputError, require
 from tccl_py.experiments.collectives import COLLECTIVE_WORDS
 from tccl_py.experiments.comparison import SMALLEST_EFFECT
 from tccl_py.experiments.spec import Row, calls_of
+from tccl_py.files import says
 from tccl_py.plan.chains import ChoiceName
 from tccl_py.plan.results import Kept
 from tccl_py.statistics import Interval
@@ -35,26 +37,23 @@ class RowTime(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
     Its groups are of ranks. Choices without times of the row are missing.
     """
 
-    calls: float
-    seconds: dict[ChoiceName, float]
+    calls: Annotated[float, says("in a step")]
+    seconds: Annotated[dict[ChoiceName, float], says("of a call")]
     speed: dict[ChoiceName, Interval]
 
 
 class Communication(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The communication of a workload in a step by each choice, one call after the other.
-
-    `chosen` is the choice whose time decides. `unknown` is the share of calls whose time no choice
-    has, and `digest` that of the workload. `basis` says what other times than those of jobs on GPUs
-    the answer rests on.
-    """
+    """The communication of a workload in a step by each choice, one call after the other."""
 
     name: str
-    digest: str
-    chosen: ChoiceName
-    choices: dict[ChoiceName, StepTime]
+    digest: Annotated[str, says("of the workload's rows")]
+    chosen: Annotated[ChoiceName, says("the choice whose time decides")]
+    choices: Annotated[dict[ChoiceName, StepTime], says("those with times of all rows")]
     rows: tuple[RowTime, ...]
-    unknown: float = 0.0
-    basis: str = ""
+    unknown: Annotated[float, says("the share of calls whose time no choice has")] = 0.0
+    basis: Annotated[
+        str, says("of other times than those of jobs on GPUs: what the answer rests on")
+    ] = ""
 
     @property
     def losses(self) -> dict[str, tuple[float, float]]:

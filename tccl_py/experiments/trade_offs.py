@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from statistics import median
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -19,6 +20,7 @@ from tccl_py.decision import undominated
 from tccl_py.experiments.comparison import Timed
 from tccl_py.experiments.record import ArmResult, Verification
 from tccl_py.experiments.spec import Row, calls_of, is_large
+from tccl_py.files import says
 from tccl_py.plan.chains import ChoiceName
 from tccl_py.workloads.bundled import BUNDLED, bundled
 
@@ -39,7 +41,7 @@ class TradeOff(msgspec.Struct, frozen=True, kw_only=True):
 
     choice: ChoiceName
     harmless: bool
-    workloads: dict[str, float]
+    workloads: Annotated[dict[str, float], says("estimated from the rows; without unknown ones")]
 
 
 def trade_offs(result: Verification) -> tuple[TradeOff, ...]:

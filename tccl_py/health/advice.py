@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from itertools import permutations
-from typing import Any
 
 import msgspec
 
@@ -21,7 +20,7 @@ from tccl_py.nccl.transport import TRANSPORTS, pair_mechanism
 from tccl_py.nccl.versions import unchecked
 from tccl_py.nccl.view import view
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.size_choices import size_json, size_notes
+from tccl_py.plan.size_choices import BySize, list_by_size, size_notes
 from tccl_py.plan.text import advice, assumptions, doctor_first, p2p_note, unrated_text
 from tccl_py.planning.hardware import limit_sentences
 from tccl_py.planning.opening import machine_subject
@@ -64,7 +63,7 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     bound_gbps: float | None
     simulated: bool
     sure: str
-    by_size: tuple[dict[str, Any], ...]
+    by_size: tuple[BySize, ...]
     poor: tuple[str, ...]
     assumptions: tuple[str, ...]
     problems: tuple[str, ...]
@@ -178,7 +177,7 @@ def advice_by(plan: Plan, subject: Subject, diagnosis: Diagnosis | None = None) 
         bound_gbps=None if assumed_links(plan) else plan.bound_gbps,
         simulated=plan.simulated,
         sure=_sure(plan, subject),
-        by_size=tuple(size_json(plan)),
+        by_size=list_by_size(plan),
         poor=(*size_notes(plan), *filter(None, [p2p_note(plan)])),
         assumptions=(*assumptions(plan), *filter(None, [unchecked(plan.settings.version)])),
         problems=tuple(f"{bad.severity.upper()} {bad.what}; {bad.fix}" for bad in problems),

@@ -5,14 +5,12 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.explanation.paths import Paths, collapse_patterns
-from tccl_py.files import picked
 from tccl_py.health.drift_statistics import (
     FALSE_ALARM_RATE,
     Comparison,
@@ -281,27 +279,6 @@ def _covering(
             for gpu in gpus:
                 times[gpu] += 1
             yield transfers
-
-
-def drift_json(plan: Plan, drift: Drift) -> dict[str, Any]:
-    """Return the JSON of `check --json`."""
-    return {
-        "machine": plan_name(plan),
-        "drifted": drift.drifted,
-        "sets_compared": len(drift.sets),
-        "false_alarm_rate": drift.false_alarm_rate,
-        "changes": [
-            {"set": str(row.transfers), "flow": str(row.flow)}
-            | picked(row, "was_gbps", "is_gbps", "ratio", "p")
-            | ({"hosts": row.hosts} if row.hosts else {})
-            for row in drift.changes
-        ],
-        "points_to": drift.points_to,
-        "lost": {str(transfers): why for transfers, why in drift.lost.items()},
-        "skipped": [str(transfers) for transfers in drift.skipped],
-        "seconds": drift.seconds,
-        **picked(plan, "simulated", "dry_run"),
-    }
 
 
 def metric_labels(plan: Plan) -> dict[str, str]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, cycle, islice
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
 from tccl_py.errors import counted, require
+from tccl_py.files import says
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.rings import neighbours
 from tccl_py.nccl.connections import swaps_pairs
@@ -35,7 +36,15 @@ class ChannelNics(NamedTuple):
     exit: int | None
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class GraphVerdict(msgspec.Struct, frozen=True, kw_only=True):
+    """The verdict on graph files, as `tccl validate --json` prints it."""
+
+    verdict: VerdictKind
+    reason: str
+    rings: Annotated[tuple[tuple[int, ...], ...], says("of the final channels, as ranks")] = ()
+
+
+class Verdict(GraphVerdict, frozen=True, kw_only=True):
     """The verdict on the graph files of a job.
 
     `used`: NCCL runs the files' channels. `clipped`: fewer or other channels, or only some nodes
@@ -47,9 +56,6 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     in rank order; empty for one node.
     """
 
-    verdict: VerdictKind
-    reason: str
-    rings: tuple[tuple[int, ...], ...] = ()
     nics: tuple[tuple[ChannelNics, ...], ...] = ()
 
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import groupby
-from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
 from tccl_py.errors import counted, size_text
-from tccl_py.files import picked
+from tccl_py.files import fill
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.rings import neighbours
 from tccl_py.nccl.channel_search import SearchGraph
@@ -64,14 +64,21 @@ def compared_choices(plan: Plan) -> list[ChoiceName]:
     return [name for name in dict.fromkeys(names) if name in plan.running]
 
 
-def size_json(plan: Plan) -> list[dict[str, Any]]:
+class BySize(msgspec.Struct, frozen=True, kw_only=True):
+    """NCCL's choice for a message size."""
+
+    choice: ChoiceName
+    collective: str
+    bytes: int
+    algorithm: str
+    protocol: str
+    channels: int
+
+
+def list_by_size(plan: Plan) -> tuple[BySize, ...]:
     """Return the rows of `by_size` of `--json`."""
-    keys = ("collective", "bytes", "algorithm", "protocol", "channels")
-    return [
-        {"choice": name, **picked(row, *keys)}
-        for name, rows in size_choices(plan).items()
-        for row in rows
-    ]
+    rows = size_choices(plan).items()
+    return tuple(fill(BySize, row, choice=name) for name, of in rows for row in of)
 
 
 def size_table(plan: Plan) -> Iterator[Cells]:

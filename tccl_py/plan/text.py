@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from tccl_py.errors import check_type, counted
-from tccl_py.files import picked
+from tccl_py.files import fill, picked, says
 from tccl_py.model.cluster import compress
 from tccl_py.nccl.settings import (
     Settings,
@@ -23,6 +24,8 @@ from tccl_py.plan.chains import (
     AS_GOOD,
     Choice,
     ChoiceName,
+    Failure,
+    Order,
     SubsetRings,
     as_good,
 )
@@ -370,44 +373,93 @@ def _channels(settings: Settings) -> str:
     return counted(settings.channels, "channel")
 
 
-def plan_json(plan: Plan) -> dict[str, Any]:
-    """Return the JSON of `plan --json` and `show --json`; a cluster's rings are of global ranks."""
-    if not plan.cluster.closes:
-        subject: dict[str, Any] = {"kind": "cluster", "hosts": plan.host_order}
-        limit = {"whole_ring_gbps": plan.whole_ring_gbps}
+class ShownChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """One way to run NCCL."""
+
+    rate_gbps: Annotated[float | None, says("the predicted rate")]
+    settings: Settings
+    environment: Annotated[dict[str, str], says("NCCL's variables by name")]
+    rings: Annotated[tuple[Order, ...], says("one for each channel")]
+    achieved_gbps: Annotated[float | None, says("by the jobs of a verification")]
+    assumed: Annotated[bool, says("some parameter behind it is neither measured nor published")]
+    note: Annotated[str, says("why there is no rate")]
+    fails: Annotated[Failure | UnsetType, says("of a choice that does not run")] = UNSET
+
+
+class Communicator(msgspec.Struct, frozen=True, kw_only=True):
+    """A smaller set of GPUs with a graph file."""
+
+    gpus: Order
+    graph_file: Annotated[str, says("below the plan's directory")]
+    rings: tuple[Order, ...]
+    rate_gbps: float
+
+
+class ShownPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan; `tccl plan --json` and `tccl show --json` add what is beside it in a directory."""
+
+    kind: Annotated[Literal["cluster"] | UnsetType, says("of several hosts alone")] = UNSET
+    hosts: Annotated[
+        tuple[str, ...] | UnsetType, says("in the plan's order, of several hosts alone")
+    ] = UNSET
+    machine: str | UnsetType = UNSET
+    gpus: Order | UnsetType = UNSET
+    communicators: tuple[Communicator, ...] | UnsetType = UNSET
+    rings: Annotated[tuple[Order, ...], says("of the graph file; global ranks of several hosts")]
+    rate_gbps: Annotated[float, says("of the graph file")]
+    bound_gbps: Annotated[float | None, says("no rings under these settings are faster")]
+    whole_ring_gbps: Annotated[float | UnsetType | None, says("all hosts at once, measured")] = (
+        UNSET
+    )
+    limit_gbps: Annotated[float | UnsetType | None, says("bare copies over the same hops")] = UNSET
+    proven: bool
+    sets_measured: int
+    simulated: bool
+    assumed: Annotated[
+        bool, says("a parameter behind the graph file's rate is not measured or published")
+    ]
+    dry_run: bool
+    settings: Settings
+    environment: dict[str, str]
+    kept: Annotated[dict[str, str], says("the pinned environment")]
+    recommended: ChoiceName
+    choices: dict[ChoiceName, ShownChoice]
+    cancelled: bool
+    notices: tuple[str, ...]
+    assumptions: Annotated[tuple[str, ...], says("the assumptions of bound and rates")]
+
+
+def show_plan(plan: Plan) -> ShownPlan:
+    """Return a plan as commands print it as JSON."""
+    if plan.cluster.closes:
+        files = ((gpus, f"nccl/{name}", rings) for gpus, name, rings in subset_files(plan))
+        of_kind: dict[str, Any] = {
+            "machine": plan.machine.name,
+            "gpus": plan.gpus,
+            "communicators": tuple(
+                fill(Communicator, rings, gpus=gpus, graph_file=name) for gpus, name, rings in files
+            ),
+            "limit_gbps": plan.limit_gbps,
+        }
     else:
-        subject = {"machine": plan.machine.name, "gpus": plan.gpus}
-        subject["communicators"] = [
-            {"gpus": gpus, "graph_file": f"nccl/{name}"} | picked(rings, "rings", "rate_gbps")
-            for gpus, name, rings in subset_files(plan)
-        ]
-        limit = {"limit_gbps": plan.limit_gbps}
-    return {
-        **subject,
-        "rings": plan.channel_rings,
-        **picked(plan, "rate_gbps", "bound_gbps"),
-        **limit,
-        **picked(plan, "proven", "sets_measured", "simulated", "assumed", "dry_run"),
-        **_settings_json(plan.settings),
-        "kept": plan.pinned_env,
-        "recommended": plan.recommended,
-        "choices": {name: choice_json(choice) for name, choice in plan.choices.items()},
-        "cancelled": plan.cancelled,
-        "notices": notices(plan),
-        "assumptions": assumptions(plan),
-    }
+        of_kind = {"kind": "cluster", "hosts": plan.host_order}
+        of_kind["whole_ring_gbps"] = plan.whole_ring_gbps
+    keys = ("rate_gbps", "bound_gbps", "proven", "sets_measured", "simulated", "assumed")
+    return ShownPlan(
+        **of_kind,
+        **picked(plan, *keys, "dry_run", "settings", "recommended", "cancelled"),
+        rings=plan.channel_rings,
+        environment=environment(plan.settings),
+        kept=dict(plan.pinned_env),
+        choices={name: show_choice(choice) for name, choice in plan.choices.items()},
+        notices=tuple(notices(plan)),
+        assumptions=tuple(assumptions(plan)),
+    )
 
 
-def choice_json(choice: Choice) -> dict[str, Any]:
-    """Return the JSON of one way to run NCCL."""
-    more = {"rings": choice.rings or (), **picked(choice, "achieved_gbps", "assumed", "note")}
-    if choice.fails:
-        more["fails"] = msgspec.to_builtins(choice.fails)
-    return {"rate_gbps": choice.rate_gbps, **_settings_json(choice.settings), **more}
-
-
-def _settings_json(settings: Settings) -> dict[str, Any]:
-    return {"settings": msgspec.to_builtins(settings), "environment": environment(settings)}
+def show_choice(choice: Choice) -> ShownChoice:
+    """Return a way to run NCCL as commands print it as JSON."""
+    return fill(ShownChoice, choice, rings=choice.rings or (), fails=choice.fails or UNSET)
 
 
 def diff(plan: Plan, other: Plan) -> dict[str, tuple[Any, Any]]:

@@ -96,9 +96,10 @@ class PlanHandle(Plan, frozen=True, kw_only=True):  # noqa: PLW1641 (has diction
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as `tccl show --json` prints it, without choices by message size."""
-        from tccl_py.plan.text import plan_json  # noqa: PLC0415 (loads NCCL's files)
+        from tccl_py.plan.text import show_plan  # noqa: PLC0415 (loads NCCL's files)
 
-        return plan_json(self)
+        found: dict[str, Any] = msgspec.to_builtins(show_plan(self))
+        return found
 
     def hop_rows(self) -> list[dict[str, Any]]:
         """Return a dictionary for each hop of each ring, as pandas.DataFrame takes them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import median
-from typing import Any
+from typing import Annotated
 
 import msgspec
 
@@ -13,8 +13,9 @@ from tccl_py.errors import counted, size_text
 from tccl_py.experiments.record import Verification
 from tccl_py.experiments.size_table import SizeRow, SizeTuning, covers
 from tccl_py.experiments.spec import GIB, KIB, MIB, Row, TunerChoice
-from tccl_py.files import picked
+from tccl_py.files import fill, says
 from tccl_py.nccl.tuner import TunerEntry
+from tccl_py.plan.chains import ChoiceName
 from tccl_py.report.tables import Column, Columns, lines
 from tccl_py.statistics import Interval, median_interval, ratio_interval, ratios_of
 
@@ -91,29 +92,56 @@ def tuning_facts(tuning: SizeTuning) -> list[str]:
     ]
 
 
-def tuning_json(tuning: SizeTuning) -> dict[str, Any]:
+class Predictions(msgspec.Struct, frozen=True, kw_only=True):
+    """Predictions of a sweep that fresh jobs judged."""
+
+    right: int
+    asked: int
+
+
+class TunedRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A message size of a tuning."""
+
+    collective: str
+    dtype: str
+    bytes: int
+    us: Annotated[dict[str, float], says("the median time by arm")]
+    choice: TunerChoice | None
+    swept: Annotated[Interval, says("the sweep's ratio")]
+    fresh: Annotated[Interval | None, says("the same of fresh jobs")]
+    over_default: Annotated[Interval | None, says("the same over default NCCL")]
+    predicted_gain: bool
+    kept: Annotated[bool, says("whether the table has an entry for the row")]
+
+
+class Tuned(msgspec.Struct, frozen=True, kw_only=True):
+    """The tuning of a set of GPUs by message size."""
+
+    gpus: tuple[int, ...]
+    arm: ChoiceName
+    rows: tuple[TunedRow, ...]
+    entries: tuple[TunerEntry, ...]
+    predictions: Predictions
+    by_plugin: Annotated[tuple[TunedRow, ...], says("rows under the plugin's own table")]
+    seconds: float
+
+
+def report_tuning(tuning: SizeTuning) -> Tuned:
     """Return the part of `--json` on message sizes."""
-    right, predicted = tuning.predictions
-    return {
-        **picked(tuning, "gpus", "arm"),
-        "rows": [_row_json(row) for row in tuning.rows],
-        "entries": tuning.entries,
-        "predictions": {"right": right, "asked": predicted},
-        "by_plugin": [_row_json(row) for row in tuning.by_plugin],
-        "seconds": tuning.seconds,
-    }
+    right, asked = tuning.predictions
+    return fill(
+        Tuned,
+        tuning,
+        rows=tuple(map(_tuned_row, tuning.rows)),
+        predictions=Predictions(right=right, asked=asked),
+        by_plugin=tuple(map(_tuned_row, tuning.by_plugin)),
+    )
 
 
-def _row_json(row: SizeRow) -> dict[str, Any]:
+def _tuned_row(row: SizeRow) -> TunedRow:
     us = {name: median(values) * 1e6 for name, values in row.seconds.items() if values}
-    return {
-        **picked(row, "collective", "dtype", "bytes"),
-        "us": us,
-        **picked(row, "choice", "swept", "fresh"),
-        "over_default": row.over("default"),
-        "predicted_gain": row.gains,
-        "kept": row.kept,
-    }
+    over = row.over("default")
+    return fill(TunedRow, row, us=us, over_default=over, predicted_gain=row.gains)
 
 
 # Latency and bus bandwidth by size, as drawings with logarithmic axes.

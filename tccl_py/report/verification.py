@@ -2,68 +2,142 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Annotated
 
 import msgspec
 
+from tccl_py.decision import Harm
 from tccl_py.errors import size_text
-from tccl_py.experiments.comparison import FALSE_RATE, SMALLEST_EFFECT, Timed
+from tccl_py.experiments.collectives import Collective
+from tccl_py.experiments.communication import Communication
+from tccl_py.experiments.comparison import FALSE_RATE, SMALLEST_EFFECT, Timed, Verdict
 from tccl_py.experiments.record import (
     WINS,
     ArmResult,
+    Tried,
     Verification,
     groups_text,
     row_words,
     sizes_text,
 )
-from tccl_py.experiments.spec import is_large
-from tccl_py.experiments.trade_offs import trade_offs
-from tccl_py.files import picked
-from tccl_py.model.measurement import mark
+from tccl_py.experiments.size_table import SizeTuning
+from tccl_py.experiments.spec import Groups, WrongValue, is_large
+from tccl_py.experiments.trade_offs import TradeOff, trade_offs
+from tccl_py.files import fill, picked, says
+from tccl_py.model.measurement import Backend, mark
+from tccl_py.nccl.settings import Settings
+from tccl_py.plan.chains import ChoiceName
 from tccl_py.plan.text import CHOICE_WORDS
+from tccl_py.report.sizes import Tuned, report_tuning
 from tccl_py.report.tables import verdict_text
 
 _SHOWN_WRONG = 5
 
 
-def verification_json(result: Verification) -> dict[str, Any]:
+class ComparedRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A timed row of an arm beside default NCCL; `ratio` above 1 is faster."""
+
+    collective: Collective
+    bytes: Annotated[int, says("0 of a training step")]
+    mode: Annotated[str, says("of a training step; `copy` by copy engines")]
+    groups: Annotated[
+        Groups, says("members of smaller communicators: GPUs, or ranks of several hosts")
+    ]
+    beside_gemm: Annotated[bool, says("whether a GEMM runs at once")]
+    us: float | None
+    gbps: Annotated[float, says("bus bandwidth")]
+    ratio: float | None
+    low: Annotated[float, says("the 95 % interval of `ratio`")]
+    high: float
+    verdict: Verdict
+    harm: Annotated[
+        Harm | None, says("of a choice: `open` if a loss of 5 % might not have been seen")
+    ]
+
+
+class SameRings(msgspec.Struct, frozen=True, kw_only=True):
+    """Rings of NCCL's log beside the planned ones."""
+
+    same: bool
+    differences: tuple[str, ...]
+
+
+class VerifiedArm(msgspec.Struct, frozen=True, kw_only=True):
+    """A choice in the jobs of a verification."""
+
+    name: ChoiceName
+    accepted: bool
+    objections: tuple[str, ...]
+    gbps: Annotated[float | None, says("achieved at 64 MiB and above")]
+    ratio: Annotated[float, says("over default NCCL at these sizes")]
+    low: float
+    high: float
+    predicted_gbps: float | None
+    environment: dict[str, str]
+    settings: Settings
+    sizes: tuple[ComparedRow, ...]
+    groups: Annotated[tuple[ComparedRow, ...], says("smaller communicators")]
+    training: tuple[ComparedRow, ...]
+    transfers: Annotated[tuple[ComparedRow, ...], says("other collectives, and `--all`")]
+    not_recommended: Annotated[tuple[int, ...], says("sizes in bytes at which it loses")]
+    checked: Annotated[int, says("compared values of collectives")]
+    wrong: tuple[WrongValue, ...]
+    rings: Annotated[SameRings | None, says("null without a log")]
+    failure: Annotated[str, says("why its job failed")]
+
+
+class Verified(msgspec.Struct, frozen=True, kw_only=True):
+    """`tccl verify --json`."""
+
+    machine: str
+    accepted: Annotated[
+        bool, says("whether `chosen` may be used; decides the exit code without `--workload`")
+    ]
+    winner: Annotated[ChoiceName, says("the best by jobs")]
+    recommended: Annotated[ChoiceName, says("the plan's choice")]
+    chosen: Annotated[ChoiceName, says("the choice in question: `--choice`, or `recommended`")]
+    arms: Annotated[tuple[VerifiedArm, ...], says("`default` first")]
+    workload: Annotated[Communication | None, says("with `--workload`")]
+    trade_offs: Annotated[tuple[TradeOff, ...], says("the choices that none dominates")]
+    simulated: Annotated[bool, says("whether predictions are simulated")]
+    dry_run: bool
+    tried: Annotated[tuple[Tried, ...], says("candidates of `--tune`")]
+    rounds: Annotated[int, says("jobs of each arm")]
+    seconds: float
+    hosts: Annotated[tuple[str, ...], says("in rank order; none of one machine")]
+    backend: Backend
+    collective: str
+    devices: Annotated[tuple[str, ...], says("names in rank order")]
+    versions: dict[str, str]
+    notices: tuple[str, ...]
+    default_fails: Annotated[str, says("why a job of default NCCL failed")]
+    tunings: tuple[Tuned, ...]
+
+
+def report_verification(result: Verification, tunings: Iterable[SizeTuning] = ()) -> Verified:
     """Return what `verify --json` prints; verify.json has all timings beside."""
-    return {
-        **picked(result, "machine", "accepted", "winner", "recommended", "chosen"),
-        "arms": [_arm_json(result, arm) for arm in result.arms],
-        "workload": result.workload,
-        "trade_offs": trade_offs(result),
-        **picked(result, "simulated", "dry_run", "tried", "rounds", "seconds", "hosts"),
-        **picked(result, "backend", "collective", "devices", "versions", "notices"),
-        "default_fails": result.default_fails,
-    }
+    arms = tuple(_arm(result, arm) for arm in result.arms)
+    more = {"trade_offs": trade_offs(result), "tunings": tuple(map(report_tuning, tunings))}
+    return fill(Verified, result, arms=arms, **more)
 
 
-def _arm_json(result: Verification, arm: ArmResult) -> dict[str, Any]:
-    return {
-        **picked(arm, "name", "accepted"),
-        "objections": result.objections(arm),
-        "gbps": arm.gbps,
+def _arm(result: Verification, arm: ArmResult) -> VerifiedArm:
+    rows = {"sizes": arm.sizes, "groups": arm.groups, "training": arm.training}
+    rows["transfers"] = arm.transfers
+    return fill(
+        VerifiedArm,
+        arm,
+        objections=result.objections(arm),
         **picked(arm.large, "ratio", "low", "high"),
-        **picked(arm, "predicted_gbps", "environment"),
-        "settings": msgspec.to_builtins(arm.settings),
-        "sizes": [{"bytes": row.bytes, **_row_json(row)} for row in arm.sizes],
-        "groups": [{**picked(row, "groups", "bytes"), **_row_json(row)} for row in arm.groups],
-        "training": [{"mode": row.mode, **_row_json(row)} for row in arm.training],
-        "transfers": [
-            {**picked(row, "bytes", "collective", "groups", "mode", "beside"), **_row_json(row)}
-            for row in arm.transfers
-        ],
-        "not_recommended": [row.bytes for row in arm.sizes if row in arm.losses],
-        **picked(arm, "checked", "wrong"),
-        "rings": None if arm.rings is None else picked(arm.rings, "same", "differences"),
-        "failure": arm.failure,
-    }
+        **{name: tuple(map(_row, of)) for name, of in rows.items()},
+        not_recommended=tuple(row.bytes for row in arm.sizes if row in arm.losses),
+        rings=arm.rings and fill(SameRings, arm.rings),
+    )
 
 
-def _row_json(row: Timed) -> dict[str, Any]:
-    return picked(row, "us", "gbps", "ratio", "low", "high", "verdict", "harm")
+def _row(row: Timed) -> ComparedRow:
+    return fill(ComparedRow, row, beside_gemm=bool(row.beside))
 
 
 def headline(result: Verification) -> tuple[str, str]:

@@ -6,10 +6,12 @@ import csv
 import io
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated
 
 import msgspec
 
 from tccl_py.errors import InputError, MeasurementError
+from tccl_py.files import says
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.measurement import BandwidthSource, dealt
 from tccl_py.model.rings import bounce, direct_write
@@ -20,20 +22,20 @@ PING = Fifo(bytes=16, slots=1)
 
 
 class Pair(msgspec.Struct, frozen=True, kw_only=True, rename={"source": "from", "target": "to"}):
-    """A GPU writing to another; `via` is `direct`, or the NUMA node of the host memory between.
-
-    `gbps` is the bandwidth in GB/s, with all the channels that it takes. `latency_us` is half the
-    time in which 16 bytes arrive and their slot is free again. None is not measured. Those of a
-    model are `simulated`. In a `dry_run` both are of host memory.
-    """
+    """A GPU writing to another."""
 
     source: int
     target: int
-    gbps: float | None = None
-    latency_us: float | None = None
-    via: str
-    simulated: bool
-    dry_run: bool = False
+    gbps: Annotated[
+        float | None, says("GB/s with all the channels that it takes; null where it failed")
+    ] = None
+    latency_us: Annotated[
+        float | None,
+        says("half the time until 16 bytes arrived and their slot is free; null of models"),
+    ] = None
+    via: Annotated[str, says("`direct`, or the NUMA node of the host memory between")]
+    simulated: Annotated[bool, says("by a model")]
+    dry_run: Annotated[bool, says("of host memory")] = False
 
 
 def pair_flow(
