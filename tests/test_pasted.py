@@ -70,9 +70,9 @@ P2P_LEVEL = "boxa:4100:4205 [0] NCCL INFO NCCL_P2P_LEVEL set by environment to S
 @pytest.mark.parametrize(
     ("old", "new", "words", "remedy"),
     [
-        ("", "", "the driver grants them no P2P", "topo -p2p r"),
-        ("(1/2/-1)", "(1/1/-1)", "the driver grants them no P2P", "topo -p2p r"),
-        (P2P_LEVEL, "", "the driver grants them no P2P", "topo -p2p r"),
+        ("", "", "the driver grants", "topo -p2p r"),
+        ("(1/2/-1)", "(1/1/-1)", "the driver grants", "topo -p2p r"),
+        (P2P_LEVEL, "", "the driver grants", "topo -p2p r"),
         (P2P_LEVEL + "(1/2/-1)", "(1/1/-1)", "P2P goes up to PXB by default", "NCCL_P2P_LEVEL=SYS"),
         ("P2P_LEVEL set by environment to SYS", "P2P_DISABLE set by environment to 1",
          "P2P goes up to LOC by NCCL_P2P_DISABLE=1", "take NCCL_P2P_DISABLE=1 away"),
@@ -93,6 +93,30 @@ def test_p2p_that_the_driver_grants_and_nccl_does_not_use_is_said_to_need_proof(
     found = findings("log_info_only.txt", "pro6000x2_phb.txt")
     assert "the driver grants P2P" in found.why[0]
     assert any("tccl doctor" in one for one in found.following)
+
+
+TESTS = """\
+# nThread 1 nGpus 2 minBytes 8 maxBytes 536870912 step: 2(factor) warmup iters: 5 iters: 20
+#  Rank  0 Group  0 Pid  39155 on boxa device  0 [0x41] NVIDIA GeForce RTX 4090
+#  Rank  1 Group  0 Pid  39155 on boxa device  1 [0x61] NVIDIA GeForce RTX 4090
+"""
+
+
+def test_cards_that_are_named_beside_a_log_say_why_the_driver_grants_no_p2p(tmp_path):
+    path = tmp_path / "nccl.log"
+    path.write_text(TESTS + LOG.read_text())
+    found = read_pasted([str(path)]).findings
+    assert "GeForce" in found.why[0]
+    assert not found.hung
+
+
+def test_a_table_without_a_row_after_its_ranks_were_joined_is_a_hang(tmp_path):
+    path = tmp_path / "nccl.log"
+    rows = LOG.read_text().replace("SHM/direct/direct", "P2P/direct pointer").splitlines()
+    path.write_text(TESTS + "\n".join(rows[:-1]))
+    found = read_pasted([str(path)]).findings
+    assert found.hung
+    assert "NCCL_P2P_DISABLE=1" in found.following[0]
 
 
 def test_ranks_that_never_came_and_warnings_are_said_first():

@@ -19,15 +19,15 @@ import msgspec
 from tccl_py.errors import InputError, counted, require, size_text
 from tccl_py.files import MAX_INPUT_BYTES, read_text
 from tccl_py.health.nccl_report import LogReport, fits_of, has_log, read_report
-from tccl_py.model.cards import link_words
+from tccl_py.model.cards import assume_p2p, link_words
 from tccl_py.model.cluster import compress
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.nccl.communicators import transport_of
 from tccl_py.nccl.settings import settings_from_environment
 from tccl_py.nccl.transport import pair_mechanism
-from tccl_py.nccl.versions import ASSUMED
+from tccl_py.nccl.versions import ASSUMED, unchecked
 from tccl_py.nccl.view import p2p_level, view
-from tccl_py.readers.nvidia_smi import has_matrix
+from tccl_py.readers.nvidia_smi import has_matrix, name_gpus
 from tccl_py.readers.pasted import plain
 from tccl_py.simulator.descriptions import Description, model_for, parse_description
 from tccl_py.simulator.model import MachineModel
@@ -43,6 +43,7 @@ _ROW = re.compile(
     r"\s*$",
     re.ASCII,
 )
+_BEGUN = re.compile(r"^.{0,80}# nThread \d", re.MULTILINE)
 _PROGRAM = re.compile(
     r"\b(all_reduce|all_gather|reduce_scatter|broadcast|reduce|alltoall|sendrecv)_perf\b"
 )
@@ -62,7 +63,13 @@ _HALF = 0.5
 _FEW_GBPS = 3.0
 """NCCL's count of 4 lanes of PCI Express 3."""
 _NOTHING = "nothing that these files show: `tccl doctor` and `tccl plan` on the machine"
+_P2P_PROOF = (
+    "`tccl doctor` on the machine: P2P that the driver grants may carry no data (ACS, IOMMU); once "
+    "with NCCL_P2P_DISABLE=1: if that runs, it is P2P"
+)
 _LINES = 12
+_IF_PROVEN = "where `nvidia-smi topo -p2p r` says OK and `tccl doctor` proves the links"
+_DRIVERS_WORD = "`nvidia-smi topo -p2p r`: GNS or CNS is the driver's no; OK: `tccl doctor`"
 _HEAD, _TRACE = 1 << 16, '"traceEvents"'
 _MOST_PAIRS = 64 * 63
 
@@ -101,6 +108,8 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
     did: tuple[str, ...] = ()
     why: tuple[str, ...] = ()
     limits: tuple[str, ...] = ()
+    hung: bool = False
+    """Whether nccl-tests began and no row follows, although communicators were made."""
     got: tuple[str, ...] = ()
     following: tuple[str, ...] = ()
     """What to try, the likeliest first."""
@@ -187,6 +196,8 @@ def read_pasted(names: Sequence[str]) -> Pasted:
         raise InputError(", ".join(names), "describe several machines", "which? give one of them")
     description = descriptions[0] if descriptions else None
     log = read_report(text) if has_log(text) else None
+    if log is not None and log.machine is not None:
+        log = msgspec.structs.replace(log, machine=name_gpus(log.machine, text))
     if log is not None and log.torn:
         left.append(f"{counted(log.torn, 'line')} torn into another's: {ONE_FILE_A_RANK}")
     machine = description.machine if description else log.machine if log else None
@@ -196,6 +207,10 @@ def read_pasted(names: Sequence[str]) -> Pasted:
     findings = Findings(
         used=tuple(used),
         left_out=tuple(left),
+        hung=log is not None
+        and not rates
+        and not log.unfinished
+        and _BEGUN.search(text) is not None,
         log=log or msgspec.UNSET,
         rates=rates,
         pair_rates=pairs,
@@ -282,18 +297,27 @@ def _judge(findings: Findings, description: Description | None) -> Findings:
     """Add the sentences to what was read."""
     log = findings.log or None
     machine = description.machine if description else log.machine if log else None
-    did, why, limits, following = [], [], [], []
+    did: list[str] = []
+    why: list[str] = []
+    limits: list[str] = []
+    following: list[str] = []
     if log is not None:
         did = list(_did(log))
+        if findings.hung:
+            did.append(
+                "its ranks were joined and no row follows: a collective hangs, or the paste ends"
+            )
+            by_p2p = any(transport_of(hop.via) == "P2P" for hop in log.hops)
+            following = [_P2P_PROOF] if by_p2p else ["`tccl doctor` on the machine"]
         judged = log.machine or machine
         facts = description.knowledge.peer_access if description else ()
         told = {(f.source, f.target): f.supported for f in facts if f.provenance == "reported"}
         reasons = dict(_reasons(log, judged, told)) if judged else {}
-        why, following = list(reasons), [text for text in reasons.values() if text]
+        why = list(reasons)
         if not reasons and log.hops:
             why.append("not told: the log has no topology (NCCL_DEBUG_SUBSYS=INIT,GRAPH,ENV)")
         limits = list(_limits(log))
-        following = [*_remedies(log), *following]
+        following += [*_remedies(log), *(text for text in reasons.values() if text)]
     got = [*_got(findings, log, machine), *_pairs_got(findings, machine)]
     sure = _sure(findings, log)
     return msgspec.structs.replace(
@@ -334,7 +358,7 @@ def _did(log: LogReport) -> Iterator[str]:
         parts.append(f"its graph search failed (pattern {patterns}: simple order)")
     if log.variables:
         parts.append("set: " + ", ".join(f"{v.name}={v.value} ({v.by})" for v in log.variables[:4]))
-    parts += ["no tree"] if log.rings and not log.tree else []
+    parts += ["no tree"] if log.machine and not log.tree else []
     parts += [f"network {log.network}"] if log.network and len(log.hosts) > 1 else []
     release = log.version or "of unknown release"
     yield f"NCCL {release} on {on}{over}: {'; '.join(parts) or 'no rings in the log'}"
@@ -368,46 +392,49 @@ def _reasons(
         topo = view(machine, Knowledge(), settings)
     except InputError:
         return
+    assumed = assume_p2p(machine)
     level = p2p_level(topo.system, settings).name
-    by = next((f"by {v.name}={v.value} of the {v.by}" for v in log.variables
-               if v.name in ("NCCL_P2P_LEVEL", "NCCL_P2P_DISABLE")), "by default")  # fmt: skip
+    names = ("NCCL_P2P_LEVEL", "NCCL_P2P_DISABLE")
+    by = next((variable for variable in log.variables if variable.name in names), None)
+    source = f"by {by.name}={by.value} of the {by.by}" if by else "by default"
     told: set[object] = set()
     for hop in log.hops:
-        if not {hop.source, hop.target} <= {*topo.gpus}:
+        pair = hop.source, hop.target
+        if not {*pair} <= {*topo.gpus}:
             continue
-        rule, kind = pair_mechanism(topo, hop.source, hop.target), transport_of(hop.via)
+        kind, allowed = transport_of(hop.via), pair_mechanism(topo, *pair) in ("write", "read")
         apart = topo.plain[f"G{hop.source}", f"G{hop.target}"].type.name
-        if (kind, rule, apart) in told:
+        granted = reported.get(pair, assumed.can_access(machine, *pair))
+        if (kind, allowed, apart, granted) in told:
             continue
-        told.add((kind, rule, apart))
-        pair = f"GPUs {hop.source} and {hop.target}"
-        where = f"{pair} are {apart} apart, and P2P goes up to {level} {by}"
-        if kind == "SHM" and rule == "bounce":
-            proof = "where `nvidia-smi topo -p2p r` says OK and `tccl doctor` proves the links"
-            if "NCCL_P2P" in by:
-                yield f"{where} (P2P level)", f"take {by.split()[1]} away"
-            else:
-                yield (
-                    f"{where} (P2P level: PXB, SYS on AMD with two GPUs)",
-                    f"NCCL_P2P_LEVEL=SYS, {proof}",
-                )
-        elif kind == "SHM" and reported.get((hop.source, hop.target)):
+        told.add((kind, allowed, apart, granted))
+        gpus = f"GPUs {hop.source} and {hop.target}"
+        where = f"{gpus} are {apart} apart, and P2P goes up to {level} {source}"
+        if kind == "NET":
+            nearer = "a NIC is nearer to both than they are to each other"
+            yield f"{gpus} use the network inside a host: {nearer}", "NCCL_NET_DISABLE_INTRA=1"
+        elif kind == "P2P":
+            yield where, ""
+        elif not granted:
+            no = f"the driver grants none: {assumed.no_p2p_since or 'the text says so'}"
+            yield f"{where}; {no}", _DRIVERS_WORD
+        elif not allowed and by is not None:
+            yield f"{where} (P2P level)", f"take {by.name}={by.value} away"
+        elif not allowed:
+            level_rule = "P2P level: PXB, SYS on AMD with up to two GPUs"
+            yield f"{where} ({level_rule})", f"NCCL_P2P_LEVEL=SYS, {_IF_PROVEN}"
+        elif reported.get(pair):
             yield (
                 f"{where}, which allows it, and the driver grants P2P: NCCL found that it does not "
                 "work here, as in containers that hide the other GPU, or by its own check",
                 "`tccl doctor` on the machine: it proves each link",
             )
-        elif kind == "SHM" and rule in ("write", "read"):
+        else:
             yield (
                 f"{where}, which allows it: so the driver grants them no P2P (GeForce, two "
                 "generations, a virtual machine), or NCCL found that it does not work",
-                "`nvidia-smi topo -p2p r`: GNS or CNS is the driver's no; OK: `tccl doctor`",
+                _DRIVERS_WORD,
             )
-        elif kind == "NET":
-            nearer = "a NIC is nearer to both than they are to each other"
-            yield f"{pair} use the network inside a host: {nearer}", "NCCL_NET_DISABLE_INTRA=1"
-        elif kind == "P2P":
-            yield where, ""
     if log.simple_order:
         yield (
             "graph search: no ring has bandwidth enough for its steps, so NCCL takes the ranks in "
@@ -520,6 +547,8 @@ def _sure(findings: Findings, log: LogReport | None) -> str:
         if log.hops:
             whose = "the machine that it printed" if log.machine else "the machine of the texts"
             texts.append(f"why is by the rules of NCCL {release} on {whose}, not asked of it")
+            if log.version and (doubt := unchecked(log.version)):
+                texts.append(doubt)
     if findings.rates or findings.pair_rates:
         texts.append("rates are as measured, links as counted")
     return "; ".join(texts)

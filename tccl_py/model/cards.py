@@ -79,7 +79,11 @@ def card_of(name: str) -> Card | None:
         known = card.name.lower()
         if plain.startswith(known) and not plain[len(known) : len(known) + 1].isalnum():
             return card
-    return None
+    # The table of nvidia-smi cuts long names, and ends them by three dots.
+    cut = plain.rstrip(".")
+    near = [card for card in cards() if card.name.lower().startswith(cut)] if cut != plain else []
+    facts = {(card.sm, card.pcie, card.lanes, card.p2p) for card in near}
+    return near[0] if len(facts) == 1 else None
 
 
 def has_gpu_direct(name: str) -> bool:

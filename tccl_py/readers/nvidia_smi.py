@@ -27,6 +27,7 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import combinations, permutations, product
 from pathlib import Path
@@ -88,7 +89,7 @@ _LISTED = [
     re.compile(rf"(?<!\S){pattern}$", re.ASCII)
     for pattern in (
         rf"GPU (?P<index>\d{{1,3}}): {_NAME}(?: \(UUID: .*)?",  # nvidia-smi -L, collect_env
-        rf"(?P<index>\d{{1,3}})\s+(?P<name>{_MAKER})\.*\s+(?:On|Off|N/A)\s+{_BUS} .*",  # table
+        rf"(?P<index>\d{{1,3}})\s+(?P<name>{_MAKER}\.*)\s+(?:On|Off|N/A)\s+{_BUS} .*",  # table
         rf"Device: (?P<index>\d{{1,3}}), {_NAME}, pciBusID: (?P<hex>[0-9a-f]{{1,2}}), "
         r"pciDeviceID: (?P<device>[0-9a-f]{1,2}), pciDomainID: ?(?P<domain>[0-9a-f]{1,8})",
         rf"(?P<index>\d{{1,3}}), (?P<name>{_MAKER})(?:,(?:.*?[ ,]{_BUS})?.*)?",  # a query
@@ -224,6 +225,21 @@ def has_matrix(text: str) -> bool:
     """Return whether a plain text has the relations of a GPU, as `nvidia-smi topo -m` has them."""
     rows = (line.split() for _, line in _split(text) if _ROW.match(line))
     return any(_GPU_LABEL.fullmatch(row[0]) and _of_relations(row) for row in rows)
+
+
+def name_gpus(machine: Machine, text: str) -> Machine:
+    """Return a machine with the names, by index, that a plain text has for its GPUs."""
+    seen: dict[int, _Seen] = {}
+    with suppress(InputError):
+        seen = _gpus_seen(text.splitlines(), range(MAX_DEVICES), "")
+    cards = {index: card_of(of.name) for index, of in seen.items()}
+    gpus = (
+        msgspec.structs.replace(gpu, name=seen[gpu.index].name, sm=card.sm, gdr=False)
+        if (card := cards.get(gpu.index))
+        else gpu
+        for gpu in machine.gpus
+    )
+    return msgspec.structs.replace(machine, gpus=tuple(gpus))
 
 
 def _of_relations(row: Sequence[str]) -> bool:
