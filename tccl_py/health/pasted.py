@@ -68,6 +68,10 @@ _P2P_PROOF = (
     "with NCCL_P2P_DISABLE=1: if that runs, it is P2P"
 )
 _LINES = 12
+_LINK_QUERY = (
+    "add `nvidia-smi --query-gpu=index,name,pci.bus_id,pcie.link.gen.max,pcie.link.width.current,"
+    "pcie.link.width.max --format=csv`: fewer lanes than the card has would explain it"
+)
 _IF_PROVEN = "where `nvidia-smi topo -p2p r` says OK and `tccl doctor` proves the links"
 _DRIVERS_WORD = "`nvidia-smi topo -p2p r`: GNS or CNS is the driver's no; OK: `tccl doctor`"
 _HEAD, _TRACE = 1 << 16, '"traceEvents"'
@@ -319,6 +323,10 @@ def _judge(findings: Findings, description: Description | None) -> Findings:
         limits = list(_limits(log))
         following += [*_remedies(log), *(text for text in reasons.values() if text)]
     got = [*_got(findings, log, machine), *_pairs_got(findings, machine)]
+    if any(
+        pair.p2p and pair.gbps < _HALF * (pair.allowed_gbps or 0) for pair in findings.pair_rates
+    ):
+        following.append(_LINK_QUERY)
     sure = _sure(findings, log)
     return msgspec.structs.replace(
         findings,
