@@ -311,10 +311,11 @@ def test_in_notebooks_machines_and_plans_are_drawn_whole(monkeypatch):
     shown = plan._repr_svg_()
     assert plan.advice in html.unescape(shown)
     hops = sum(len(ring.hops) for ring in plan.rings)
-    assert shown.count('class="head') == hops
+    # Default NCCL's ring is below the plan's.
+    assert shown.count('class="head') == hops + len(plan.gpus)
     # The machine is drawn once, and its GPUs again for each further ring.
     assert shown.count('class="numa"') == len(plan.machine.numa_nodes)
-    assert shown.count('class="gpu"') == len(plan.gpus) * plan.ring_count
+    assert shown.count('class="gpu"') == len(plan.gpus) * (plan.ring_count + 1)
     box = ElementTree.fromstring(shown).attrib
     right, bottom = map(float, box["viewBox"].split()[2:])
     down = [float(y) for y in re.findall(r"translate\(0 ([\d.]+)\)", shown)]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import jinja2
@@ -52,6 +51,24 @@ _LINE, _TITLE = 18.0, 24.0
 """Heights of a line of text, and of a ring's title."""
 
 
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of a drawing at `y`: a machine, or a row of its GPUs, with hops below it."""
+
+    y: float
+    layout: Layout
+    node: NodeView | None = None
+    title: str = ""
+    words: str = ""
+    """The hops in words."""
+    hops: tuple[DrawnHop, ...] = ()
+
+    @property
+    def bottom(self) -> float:
+        """The y below the part."""
+        bottom = self.layout.bottom + depth([hop.wire for hop in self.hops])
+        return self.y + max(bottom, self.node.nvlinks.bottom if self.node is not None else 0.0)
+
+
 class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     """A drawn machine, of the plan or of a class of its hosts, with the rings and rates on it."""
 
@@ -64,6 +81,29 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     gpus: tuple[int, ...] = ()
     loads: dict[str, LinkLoad] = {}
     maps: list[HeatMap] = []
+
+    def parts(self, y: float = 0.0) -> list[Part]:
+        """Return the machine with its first ring from `y` down, and a row of GPUs for each other.
+
+        NVLinks have lanes below the machine, and then the first ring has a row of its own.
+        """
+        linked = bool(self.nvlinks.wires or self.nvlinks.lines)
+        parts = []
+        if linked or not self.rings:
+            parts.append(Part(y=y, layout=self.layout, node=self))
+        for ring in self.rings:
+            rate = "" if ring.rate is None else f": {ring.rate:.2f} GB/s"
+            layout = row_below(self.layout) if parts else self.layout
+            part = Part(
+                y=(parts[-1].bottom if parts else y) + _TITLE,
+                layout=layout,
+                node=None if parts else self,
+                title=ring.title + rate,
+                words=ring.description,
+                hops=tuple(hop.moved(layout) for hop in ring.hops),
+            )
+            parts.append(part)
+        return parts
 
 
 def node_view(machine: Machine, plan: Plan | None = None, number: int = 0) -> NodeView:
@@ -130,16 +170,6 @@ def _code(text: str) -> Markup:
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(_visible(text)))))
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of a drawing at `y`: a machine, or a row of its GPUs, with hops below it."""
-
-    y: float
-    layout: Layout
-    node: NodeView | None = None
-    title: str = ""
-    hops: tuple[DrawnHop, ...] = ()
-
-
 def drawing(
     subject: Machine | MachineModel | Plan | PlanChain | Ring, *, scheme: Scheme | None = None
 ) -> str:
@@ -158,12 +188,12 @@ def drawing(
             lines.append(f"{subject.rate_gbps:.2f} GB/s by the plan")
         parts = [Part(y=_LINE * len(lines) + 8, layout=ring.layout, hops=ring.hops)]
     elif isinstance(subject, Plan):
-        lines = description(subject).splitlines()
-        parts = list(_plan_parts(subject, _LINE * len(lines) + 8))
+        lines, parts = description(subject).splitlines(), []
+        for number in range(len(subject.cluster.classes)):
+            y = parts[-1].bottom if parts else _LINE * len(lines) + 8
+            parts += loaded_view(subject, number).parts(y)
     else:
-        lines, node = [subject.name], node_view(subject)
-        parts = [Part(y=_LINE + 8, layout=node.layout, node=node)]
-    bottoms = [part.y + _bottom(part) for part in parts]
+        lines, parts = [subject.name], node_view(subject).parts(_LINE + 8)
     words = max(len(line) for line in lines) * 7.0
     return (
         templates()
@@ -173,30 +203,9 @@ def drawing(
             lines=lines,
             parts=parts,
             width=max(words, *(part.layout.width for part in parts)) + 4,
-            height=max(bottoms) + 6,
+            height=parts[-1].bottom + 6,
         )
     )
-
-
-def _plan_parts(plan: Plan, y: float) -> Iterator[Part]:
-    """Yield each machine with its first ring, and a row of GPUs with each further ring."""
-    for number in range(len(plan.cluster.classes)):
-        node = loaded_view(plan, number)
-        for at, ring in enumerate(ring for ring in node.rings if ring.rate is not None):
-            title = f"{ring.title}: {ring.rate:.2f} GB/s"
-            layout = row_below(node.layout) if at else node.layout
-            hops = tuple(hop.moved(layout) for hop in ring.hops) if at else ring.hops
-            part = Part(
-                y=y + _TITLE, layout=layout, node=None if at else node, title=title, hops=hops
-            )
-            yield part
-            y = part.y + _bottom(part)
-
-
-def _bottom(part: Part) -> float:
-    """Return the y below a part, counted from its own."""
-    bottom = part.layout.bottom + depth([hop.wire for hop in part.hops])
-    return max(bottom, part.node.nvlinks.bottom if part.node is not None else 0.0)
 
 
 @functools.cache
