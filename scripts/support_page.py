@@ -9,7 +9,7 @@ import re
 from importlib import metadata
 from pathlib import Path
 
-from tccl_py.nccl.versions import unchecked, version_facts, why_no_plugin
+from tccl_py.nccl.versions import say_unchecked, version_facts, why_no_plugin
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "features.md"
 MARK = "<!-- tables by python -m scripts.support_page -->\n"
@@ -29,7 +29,7 @@ def versions() -> list[str]:
     ]
     for release in RELEASES:
         facts = version_facts(release)
-        rules = facts.name + (", not checked" if unchecked(release) else "")
+        rules = facts.name + (", not checked" if say_unchecked(release) else "")
         plugin = "no" if why_no_plugin(release) else "yes"
         sizes = "yes" if facts.has_cost_model else "no"
         own = "yes" if facts.rereads else "no"

@@ -26,10 +26,10 @@ def visible(text: str) -> str:
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
-def counted(count: int, noun: str) -> str:
+def spell(count: int, noun: str) -> str:
     """Return a number of things in words.
 
-    >>> counted(1, "set"), counted(0, "GPU")
+    >>> spell(1, "set"), spell(0, "GPU")
     ('1 set', '0 GPUs')
     """
     return f"{count} {noun}{'s' * (count != 1)}"
@@ -200,21 +200,21 @@ def interrupts_put_off(kinds: _Kinds = CTRL_C) -> Iterator[None]:
         late.append(kind)
         signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
 
-    with _handled((signal.SIGALRM,), arrived):
+    with _handle((signal.SIGALRM,), arrived):
         try:
-            with _handled(usual, arrived):
+            with _handle(usual, arrived):
                 yield
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 @contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
+def defer_signals() -> Iterator[None]:
     """Within the block Ctrl-C and SIGTERM wait for its end, for steps that belong together."""
     waiting: list[int] = []
     main = threading.current_thread() is threading.main_thread()
     try:
-        with _handled(CTRL_C_AND_SIGTERM if main else (), lambda sent, _: waiting.append(sent)):
+        with _handle(CTRL_C_AND_SIGTERM if main else (), lambda sent, _: waiting.append(sent)):
             yield
     finally:
         for sent in waiting[:1]:
@@ -222,7 +222,7 @@ def undisturbed() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _handled(numbers: Iterable[signal.Signals], handler: Callable[..., object]) -> Iterator[None]:
+def _handle(numbers: Iterable[signal.Signals], handler: Callable[..., object]) -> Iterator[None]:
     before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield

@@ -32,7 +32,7 @@ _BEYOND_ASCII = re.compile("[\x7f-\U0010ffff]")  # JSON lets all stand as they a
 
 
 @contextmanager
-def refused(path: Path, fault: str, right: str) -> Iterator[None]:
+def explain_errors(path: Path, fault: str, right: str) -> Iterator[None]:
     """Turn a system error about `path` into a sentence for the user."""
     try:
         yield
@@ -61,7 +61,7 @@ def read_bytes(path: Path, *, limit: int = MAX_INPUT_BYTES) -> bytes:
 @contextmanager
 def reading(path: Path) -> Iterator[BufferedReader]:
     """Open a file to read its bytes; InputError if it is missing, unreadable or no regular file."""
-    with refused(path, "cannot be read", "name a readable file"):
+    with explain_errors(path, "cannot be read", "name a readable file"):
         if path.exists() and not path.is_file():
             fault = "is a directory" if path.is_dir() else "is not a regular file"
             raise InputError(str(path), fault, "name a file")
@@ -82,7 +82,7 @@ def write_atomically(path: Path, text: str) -> None:
 
     A replaced file keeps its permissions. InputError: a directory, or not to be written.
     """
-    with refused(path, "cannot be written", SPACE):
+    with explain_errors(path, "cannot be written", SPACE):
         require(not path.is_dir(), str(path), "is a directory", "name a file")
         held = stat.S_IMODE(path.stat().st_mode) if path.is_file() else None
         with replacement(path, mode=0o644 if held is None else held) as handle:
@@ -96,7 +96,7 @@ def write_named(path: Path, text: str) -> None:
 
     A link stays, and what it leads to is written. InputError: not to be written.
     """
-    with refused(path, "cannot be written", SPACE):
+    with explain_errors(path, "cannot be written", SPACE):
         if path.exists() and not path.is_file() and not path.is_dir():
             # Renaming a file into the place of a device would take the device away.
             path.write_text(text, encoding="utf-8")
@@ -159,7 +159,7 @@ def sweep(directory: Path, prefix: str, *, marker: str = "") -> None:
                     # What is unmarked may be new: its lock is left to the program that made it.
                     if marker and not stat.S_ISREG((path / marker).lstat().st_mode):
                         continue
-                    with _held(path, os.O_NONBLOCK) as unused:
+                    with _hold(path, os.O_NONBLOCK) as unused:
                         ours = path.lstat().st_uid == os.geteuid()
                         if unused and ours and path.is_dir():
                             shutil.rmtree(path, ignore_errors=True)
@@ -217,14 +217,14 @@ class TextValue:
         return (type(self).from_text, (self._text,))
 
 
-def written(value: object) -> str:
+def write_value(value: object) -> str:
     """Return the text of a TextValue (msgspec's `enc_hook`)."""
     if isinstance(value, TextValue):
         return str(value)
     raise NotImplementedError(f"{type(value).__name__} has no form in files")
 
 
-def parsed(kind: type[Any], value: object) -> Any:
+def parse_value(kind: type[Any], value: object) -> Any:
     """Parse a TextValue (msgspec's `dec_hook`); ValueError unless in canonical form."""
     if not issubclass(kind, TextValue):
         raise NotImplementedError(f"{kind.__name__} has no form in files")
@@ -245,12 +245,12 @@ def decode_json(
     """Decode JSON into a msgspec type, strictly (InputError); messages call the format `name`."""
     try:
         text = text.decode() if isinstance(text, bytes) else text
-        return msgspec.json.decode(text.encode(), type=kind, dec_hook=parsed)
+        return msgspec.json.decode(text.encode(), type=kind, dec_hook=parse_value)
     except UnicodeError as error:
         raise InputError(where, "is not UTF-8 text", right) from error
     except (RecursionError, msgspec.MsgspecError) as error:
         words = re.sub("(?<=[a-z])(?=[A-Z])", " ", name or kind.__name__.strip("_")).lower()
-        fault = f"does not fit the {words} format ({_explained(error, kind)})"
+        fault = f"does not fit the {words} format ({_explain(error, kind)})"
         if isinstance(error, RecursionError):
             fault = "is nested too deep"
         elif not text.strip():
@@ -269,14 +269,14 @@ def check_value(value: object, kind: Any, *, where: str) -> None:
     try:
         msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        text = _explained(error, kind)
+        text = _explain(error, kind)
         if " - at" not in text:
             text = text.replace("`object`", f"`{getattr(kind, '__name__', kind)}`")
         fault = f"does not fit ({text})"
         raise InputError(where, fault, "give what is expected there") from error
 
 
-def _explained(error: Exception, kind: Any) -> str:
+def _explain(error: Exception, kind: Any) -> str:
     """Return msgspec's text on a value, with the possible words where it is another one."""
     found = re.match(r"Invalid enum value '.*'(?: - at `\$(.*)`)?$", str(error), re.DOTALL)
     if found is None:
@@ -299,7 +299,7 @@ def check_version(version: int, readable: int, where: str | Path) -> None:
     require(version == readable, str(where), f"has format version {version}", right)
 
 
-def picked(record: object, *names: str) -> dict[str, Any]:
+def pick(record: object, *names: str) -> dict[str, Any]:
     """Return some fields of a record by their names, for JSON."""
     return {name: getattr(record, name) for name in names}
 
@@ -318,16 +318,16 @@ def fill(kind: type[Result], record: object, **more: Any) -> Result:
 def encode_json(value: Any) -> str:
     """Encode as indented JSON in field order; what `errors.visible` escapes is escaped."""
     text = msgspec.json.format(encode_line(value)[:-1], indent=1).decode() + "\n"
-    return _BEYOND_ASCII.sub(_escaped, text)
+    return _BEYOND_ASCII.sub(_escape, text)
 
 
-def _escaped(match: re.Match[str]) -> str:
+def _escape(match: re.Match[str]) -> str:
     return match[0] if match[0].isprintable() else json.dumps(match[0])[1:-1]
 
 
 def encode_line(value: Any) -> bytes:
     """Encode as JSON on one line, with a final newline."""
-    return msgspec.json.encode(value, enc_hook=written) + b"\n"
+    return msgspec.json.encode(value, enc_hook=write_value) + b"\n"
 
 
 _OF_PLACES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT)
@@ -344,7 +344,7 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
     """
     sweep(Path(tempfile.gettempdir()), prefix, marker=_MARKER)
     try:
-        with tempfile.TemporaryDirectory(prefix=prefix) as name, _held(Path(name)):
+        with tempfile.TemporaryDirectory(prefix=prefix) as name, _hold(Path(name)):
             # Marked only now that it is locked: until then it could look like a killed program's.
             Path(name, _MARKER).touch()
             yield Path(name)
@@ -360,7 +360,7 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
 
 
 @contextmanager
-def _held(path: Path, flags: int = os.O_DIRECTORY) -> Iterator[bool]:
+def _hold(path: Path, flags: int = os.O_DIRECTORY) -> Iterator[bool]:
     """Lock a file or folder; yield False if another process has the lock, or without locks."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | flags)
     try:

@@ -13,7 +13,7 @@ from xml.sax.saxutils import escape
 
 import msgspec
 
-from tccl_py.errors import InputError, counted, require
+from tccl_py.errors import InputError, require, spell
 from tccl_py.model.cluster import gpus_text
 from tccl_py.model.machine import Machine
 from tccl_py.model.rings import Hop, ring_like
@@ -324,7 +324,7 @@ def _notes(plan: Plan, written: ForkPaths, machine: Machine) -> Iterator[str]:
     if written.nic is not None:
         if images := {path.gpus for path in written.paths if path.is_image}:
             yield (
-                f"{counted(len(images), 'set')} of GPUs have the rates of others, which the "
+                f"{spell(len(images), 'set')} of GPUs have the rates of others, which the "
                 "machine's symmetry maps to them"
             )
         yield from _missing("chain", plan, written.chains, least=1)
@@ -335,7 +335,7 @@ def _notes(plan: Plan, written: ForkPaths, machine: Machine) -> Iterator[str]:
         return
     if plan.ring_count > 1 or written.blocks < plan_channels(plan):
         yield (
-            f"the plan's {plan.rate_gbps:.2f} GB/s are those of {counted(plan.ring_count, 'ring')} "
+            f"the plan's {plan.rate_gbps:.2f} GB/s are those of {spell(plan.ring_count, 'ring')} "
             f"and {plan_channels(plan)} channels; the fork has one ring and room for "
             f"{FORK_CHANNELS} channels"
         )

@@ -2,7 +2,7 @@
 
 import random
 
-from tccl_py.model.symmetry import mapping, relabelled
+from tccl_py.model.symmetry import mapping, relabel
 from tccl_py.model.transfer import parse_flow
 from tests.fakes import SharedResources
 
@@ -33,7 +33,7 @@ class Adversary(SharedResources):
         size = 2 if self.kind == "pairs" else 3
         part = [parse_flow(hop) for hop in draw.sample(hops, size)]
         names = [mapping(symmetry, row) for row in symmetry.elements]
-        images = {frozenset(relabelled(flow, one) for flow in part) for one in names}
+        images = {frozenset(relabel(flow, one) for flow in part) for one in names}
         images = sorted(images, key=lambda image: sorted(map(str, image)))
         if self.kind != "more is faster":
             images = draw.sample(images, draw.randint(1, max(1, len(images) - 1)))

@@ -28,7 +28,7 @@ from tccl_py.nccl.asked import (
     ask_each,
     ask_nccl,
     ask_together,
-    judged,
+    judge_file,
 )
 from tccl_py.nccl.communicators import (
     CommunicatorLog,
@@ -159,7 +159,7 @@ def test_graph_files_are_loaded_one_after_the_other_and_the_one_that_fails_is_na
 def test_a_file_without_rings_is_ignored(monkeypatch):
     ranks_of_2_28_9(monkeypatch, [pair_graph(0, 1)])
     text = pair_graph(0, 1).replace('id="0"', 'id="7"').replace('id="1"', 'id="8"')
-    assert judged({}, [0, 1], text, where="g.xml").verdict == "ignored"
+    assert judge_file({}, [0, 1], text, where="g.xml").verdict == "ignored"
 
 
 def test_default_nccl_of_a_real_machine_says_its_rings_channels_and_types():

@@ -19,7 +19,7 @@ from tccl_py.errors import InputError, SearchError
 from tccl_py.experiments.target import read_target
 from tccl_py.merge.cables import steps_between
 from tccl_py.model.cluster import Cable, Cluster, Host, NodeClass, check_cluster
-from tccl_py.nccl.network import routed
+from tccl_py.nccl.network import route_nics
 from tccl_py.nccl.settings import environment
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.host_files import ClusterFiles, host_graphs
@@ -81,7 +81,7 @@ def test_along_the_cables_of_the_tutorial_nccl_makes_the_connections_of_the_hand
         # NCCL knows a host's only GPU by the first NIC of a channel, and corrects either end.
         for (by, _), (public, _) in zip(ours, channels, strict=True):
             step = steps[host, following]
-            connections = {routed(nic, nic, step, subnet_routing=True) for nic in (by, public)}
+            connections = {route_nics(nic, nic, step, subnet_routing=True) for nic in (by, public)}
             assert len(connections) == 1
             assert connections <= set(step)
 
@@ -125,7 +125,7 @@ def used_by_nccl(plan):
             sender, listener = entries[host][number], entries[following][number]
             step = steps[host, following]
             # NCCL gives a host's only GPU the entry in both directions.
-            pair = routed(sender.entry_nic, listener.entry_nic, step, subnet_routing=True)
+            pair = route_nics(sender.entry_nic, listener.entry_nic, step, subnet_routing=True)
             yield pair, (sender.exit_nic, listener.entry_nic)
 
 

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from tccl_py.errors import CTRL_C_AND_SIGTERM, Terminated, interrupts_put_off, undisturbed
+from tccl_py.errors import CTRL_C_AND_SIGTERM, Terminated, defer_signals, interrupts_put_off
 
 
 def interrupt(number=signal.SIGINT):
@@ -57,7 +57,7 @@ def test_a_signal_that_the_caller_ignores_stays_ignored():
 def test_steps_that_belong_together_are_done_before_an_interrupt():
     done = []
     with pytest.raises(Terminated), interrupts_put_off(CTRL_C_AND_SIGTERM):
-        with undisturbed():
+        with defer_signals():
             interrupt(signal.SIGTERM)
             interrupt()
             done.append(1)

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
 from tccl_py.experiments.record import Verification
-from tccl_py.files import encode_json, parsed
+from tccl_py.files import encode_json, parse_value
 from tccl_py.report.verification import report_verification
 from tests.nccl_cases import CASES
 
@@ -40,7 +40,7 @@ def printed(*words):
 
 def same_keys(name, found):
     """Whether a type has all keys of an output, and no other: it is the same read and written."""
-    result = msgspec.convert(found, COMMANDS[name], dec_hook=parsed)
+    result = msgspec.convert(found, COMMANDS[name], dec_hook=parse_value)
     return json.loads(encode_json(result)) == found
 
 

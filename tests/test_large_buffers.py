@@ -10,7 +10,7 @@ from tccl_py.cli.plan import until_jobs_decide
 from tccl_py.errors import InputError
 from tccl_py.experiments.rounds import RunBudget
 from tccl_py.experiments.target import read_target
-from tccl_py.files import picked
+from tccl_py.files import pick
 from tccl_py.model.machine import Knowledge
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.transport import chunk_bytes
@@ -172,7 +172,7 @@ def test_jobs_decide_whether_large_buffers_are_harmless(plan, place, transferred
     assert settled.job_settings == plan.choices[winner].settings
     # Nothing was tuned: what was measured still holds.
     kept = ("rate_gbps", "bound_gbps", "bound_assumptions", "limit_gbps", "notices", "paths")
-    assert picked(settled, *kept) == picked(plan, *kept)
+    assert pick(settled, *kept) == pick(plan, *kept)
     noted = settled.choices.get("large-buffers").note, settled.choices["variables"].note
     assert tuple(map(bool, noted)) == (transferred == 0.9, transferred is not None)
     fair = FakeJobs(lambda size, _: 1e-4 + size / 1e10, noise=0.001)

@@ -3,13 +3,13 @@
 import pytest
 
 from tccl_py.model.machine import NumaNode, PciLink
-from tccl_py.nccl.variables import given_variables, unfollowed
+from tccl_py.nccl.variables import given_variables, list_unfollowed
 from tccl_py.nccl.versions import (
     between_cpus_gbps,
     nvlink_gbps,
     pci_gbps,
+    say_unchecked,
     speeds,
-    unchecked,
     version_facts,
     why_no_plugin,
 )
@@ -89,9 +89,9 @@ def test_the_plugin_is_for_releases_from_the_first_with_plugins_to_the_last_that
 
 
 def test_a_newer_release_has_one_line_on_what_was_not_checked():
-    assert unchecked("2.32.6") == unchecked("2.31") == ""
-    assert "2.34.1 is newer than 2.32" in unchecked("2.34.1")
-    assert "\n" not in unchecked("2.34.1")
+    assert say_unchecked("2.32.6") == say_unchecked("2.31") == ""
+    assert "2.34.1 is newer than 2.32" in say_unchecked("2.34.1")
+    assert "\n" not in say_unchecked("2.34.1")
 
 
 def test_ranks_see_the_cpus_of_earlier_ranks_and_of_nics_first():
@@ -124,4 +124,6 @@ def test_recorded_answers_of_released_libraries_are_as_expected(release):
 def test_variables_of_the_newest_releases_are_names_of_nccl():
     names = ("NCCL_IB_SORT_MERGE_NICS", "NCCL_TOPO_SCATTER_START_NET", "NCCL_PROGRESS_COUNTERS")
     assert given_variables([f"{name}=1" for name in names]) == dict.fromkeys(names, "1")
-    assert [text.split()[0] for text in unfollowed(dict.fromkeys(names, "1"))] == list(names[:2])
+    assert [text.split()[0] for text in list_unfollowed(dict.fromkeys(names, "1"))] == list(
+        names[:2]
+    )

@@ -16,7 +16,7 @@ from tccl_py.nccl.transport import (
     hop_space,
     values_of,
 )
-from tccl_py.nccl.variables import given_variables, notices, similar_name, unfollowed
+from tccl_py.nccl.variables import given_variables, list_unfollowed, notices, similar_name
 from tccl_py.nccl.versions import asked_version, known_versions, version_facts
 from tccl_py.nccl.view import view
 from tests.nccl_cases import machine
@@ -162,7 +162,7 @@ def test_misspelt_names_and_values_are_told():
     level, switch, other = notices(given)
     assert "ignores NCCL_P2P_LEVEL=BANANA" in level and "SYS" in level
     assert "NCCL_NVLS_ENABLE=off as 0" in switch
-    (missed,) = unfollowed(
+    (missed,) = list_unfollowed(
         {"NCCL_PXN_DISABLE": "1", "NCCL_DEBUG": "INFO", "NCCL_IB_MERGE_NICS": "0"}
     )
     assert "NCCL_PXN_DISABLE" in missed

@@ -17,7 +17,7 @@ from tccl_profiler.profiler import Options
 from tccl_profiler.program import Carrier, Link
 from tccl_profiler.worker_process import without_disturbance
 from tccl_py.errors import MeasurementError
-from tccl_py.model.rings import entering, joined, leaving
+from tccl_py.model.rings import entering, join_flows, leaving
 from tccl_py.model.transfer import parse_set, place_named, transfer_set
 from tccl_py.nccl_library import Library
 from tccl_py.planning.hosts import HostsRequest, plan_job
@@ -92,7 +92,7 @@ def test_flows_of_the_same_two_gpus_have_links_of_their_own():
 
 
 def test_a_third_gpus_memory_is_refused():
-    relayed = joined(leaving(0, 0, relay=1), entering(0, 0), sender="h0", receiver="h1")
+    relayed = join_flows(leaving(0, 0, relay=1), entering(0, 0), sender="h0", receiver="h1")
     with pytest.raises(MeasurementError, match=r"cannot send through a"):
         program_of(str(relayed))
 
@@ -113,7 +113,7 @@ def test_a_third_gpus_memory_is_refused():
 @settings(max_examples=100, deadline=None)
 def test_each_link_has_one_copy_that_sends_and_one_on_the_other_host_that_does_not(drawn):
     flows = [
-        joined(
+        join_flows(
             leaving(gpu, nic, through=through, blocks=blocks),
             entering(nic, gpu, through=through),
             sender=sender,

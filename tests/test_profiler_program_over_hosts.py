@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tccl_profiler.compiler import NETWORK_BLOCKS, checkable, program_for
 from tccl_profiler.program import COUNTER_AREA_BYTES, HostProgram, Link
 from tccl_py.errors import MeasurementError
-from tccl_py.model.rings import bounce, direct_write, entering, joined, leaving, on_host
+from tccl_py.model.rings import bounce, direct_write, entering, join_flows, leaving, on_host
 from tccl_py.model.transfer import Fifo, Place, parse_set, place_named, transfer_set
 
 HOSTS, GPUS, NICS = ("h0", "node-1.rack"), 3, 2
@@ -46,7 +46,7 @@ def flows(draw):
     through = st.none() | st.integers(0, 1)
     out = leaving(draw(st.integers(0, 2)), draw(st.integers(0, 1)), through=draw(through), **more)
     into = entering(draw(st.integers(0, 1)), draw(st.integers(0, 2)), through=draw(through))
-    return joined(out, into, sender=sender, receiver=receiver)
+    return join_flows(out, into, sender=sender, receiver=receiver)
 
 
 sets = st.lists(flows(), min_size=1, max_size=6).map(transfer_set)
@@ -175,7 +175,7 @@ def test_a_ring_over_hosts_passes_on_by_cycles_of_its_gpus(through):
         ring.append(on_host(direct_write(0, 1, blocks=2), host))
         out = leaving(1, 0, through=through, blocks=2)
         into = entering(0, 0, through=through)
-        ring.append(joined(out, into, sender=host, receiver=hosts[(i + 1) % 3]))
+        ring.append(join_flows(out, into, sender=host, receiver=hosts[(i + 1) % 3]))
     lanes = {f"{host}.{name}": 64 for host in hosts for name in ("G0", "G1", "N0")}
     program = program_for(transfer_set(ring), lanes=lanes, network=TCP)
     for device, share in program.devices.items():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tccl_py.errors import InputError
 from tccl_py.merge.rings import ChainTable, merge_with_switches
 from tccl_py.model.cluster import SwitchTree, compress
-from tccl_py.model.reports import restricted
+from tccl_py.model.reports import restrict
 from tccl_py.readers.hosts import MAX_BYTES, expand
 from tccl_py.readers.switches import (
     Interconnect,
@@ -312,7 +312,7 @@ def trees(draw) -> SwitchTree:
 
     tree = switch(0)
     wanted = [*tree.all_hosts]
-    return restricted(tree, wanted) if wanted else leaf("s", "n00")
+    return restrict(tree, wanted) if wanted else leaf("s", "n00")
 
 
 def switch_yaml(network: Interconnect) -> str:
@@ -348,7 +348,7 @@ def test_several_roots_are_read_back(tree):
 def test_a_restricted_tree_has_just_those_hosts_in_the_same_order(tree, data):
     everyone = [*tree.all_hosts]
     chosen = data.draw(st.sets(st.sampled_from(everyone), min_size=1))
-    kept = restricted(tree, chosen)
+    kept = restrict(tree, chosen)
     assert [*kept.all_hosts] == [host for host in everyone if host in chosen]
     before = {one.name: one for one in tree.all_switches}
     for switch in kept.all_switches:
@@ -356,18 +356,18 @@ def test_a_restricted_tree_has_just_those_hosts_in_the_same_order(tree, data):
         assert switch.uplink_gbps == before[switch.name].uplink_gbps
         under = {one.name for one in before[switch.name].all_switches}
         assert {one.name for one in switch.all_switches} <= under
-    assert restricted(kept, chosen) == kept
+    assert restrict(kept, chosen) == kept
 
 
 def test_restricting_refuses_by_name():
     tree = SwitchTree(name="", switches=(leaf("a", "n1", "n2"), leaf("b", "n2", "n3")))
-    refused(lambda: restricted(tree, ["n1", "n9"]), "host n9 is at no switch")
-    refused(lambda: restricted(tree, ["n1", "n1"]), "host n1 is named twice")
-    refused(lambda: restricted(tree, ["n2"]), "host n2 is at the switches 'a' and 'b'")
-    refused(lambda: restricted(tree, ["../x"]), "'../x'")
-    refused(lambda: restricted(tree, []), "there are none")
-    assert restricted(tree, ["n1"]) == leaf("a", "n1")
-    kept = restricted(tree, ["n3", "n1"])
+    refused(lambda: restrict(tree, ["n1", "n9"]), "host n9 is at no switch")
+    refused(lambda: restrict(tree, ["n1", "n1"]), "host n1 is named twice")
+    refused(lambda: restrict(tree, ["n2"]), "host n2 is at the switches 'a' and 'b'")
+    refused(lambda: restrict(tree, ["../x"]), "'../x'")
+    refused(lambda: restrict(tree, []), "there are none")
+    assert restrict(tree, ["n1"]) == leaf("a", "n1")
+    kept = restrict(tree, ["n3", "n1"])
     assert kept == msgspec.structs.replace(tree, switches=(leaf("a", "n1"), leaf("b", "n3")))
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tccl_py.model.machine import HiddenLink, Knowledge, PeerAccess
 from tccl_py.model.rings import bounce, direct_read, direct_write
-from tccl_py.model.symmetry import FlowCodes, automorphisms, keeping, mapping, relabelled
+from tccl_py.model.symmetry import FlowCodes, automorphisms, keeping, mapping, relabel
 from tccl_py.model.transfer import Fifo
 from tests.reference_strategies import interchangeable
 from tests.toy import no_symmetry, toy_machine
@@ -139,6 +139,6 @@ def test_flows_have_one_number_where_their_images_are_the_same_flow_alone():
     for row, numbers in zip(symmetry.elements, codes, strict=True):
         names = mapping(symmetry, row)
         for flow, code in zip(flows, numbers.tolist(), strict=True):
-            image = relabelled(flow, names)
+            image = relabel(flow, names)
             assert flow_of.setdefault(code, image) == image
             assert code_of.setdefault(image, code) == code

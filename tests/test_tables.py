@@ -11,7 +11,7 @@ from tccl_py.errors import InputError
 from tccl_py.files import decode_json, encode_line
 from tccl_py.model.cluster import Cluster, Host
 from tccl_py.model.reports import HostReport, cluster_of
-from tccl_py.model.symmetry import automorphisms, relabelled
+from tccl_py.model.symmetry import automorphisms, relabel
 from tccl_py.model.transfer import parse_set, transfer_set
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import check_plan, load_plan
@@ -188,9 +188,7 @@ class Symmetric(MadeUp):
         ]
 
     def rate(self, text):
-        return super().rate(
-            min(str(relabelled(parse_set(text).flows[0], one)) for one in self._names)
-        )
+        return super().rate(min(str(relabel(parse_set(text).flows[0], one)) for one in self._names))
 
 
 @settings(max_examples=3, deadline=None)

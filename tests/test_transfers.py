@@ -14,13 +14,13 @@ from tccl_py.model.rings import (
     direct_read,
     direct_write,
     entering,
-    joined,
+    join_flows,
     leaving,
     ring,
     ring_like,
     ring_set,
 )
-from tccl_py.model.symmetry import automorphisms, relabelled
+from tccl_py.model.symmetry import automorphisms, relabel
 from tccl_py.model.transfer import (
     Fifo,
     Flow,
@@ -72,7 +72,7 @@ def network_flows(draw):
     by = draw(st.sampled_from([{}, {"through": 2}, {"relay": 8}]))
     out = leaving(draw(indices), draw(indices), **by, **how)
     into = entering(draw(indices), draw(indices), through=draw(st.none() | st.integers(0, 3)))
-    whole = joined(out, into, sender="a.b", receiver="c-2")
+    whole = join_flows(out, into, sender="a.b", receiver="c-2")
     return draw(st.sampled_from([out, into, whole]))
 
 
@@ -82,7 +82,7 @@ def test_a_flow_read_from_its_text_is_the_same_flow(flow):
 
 
 def test_a_flow_over_the_network_knows_its_hosts_and_is_no_bounce():
-    flow = joined(leaving(3, 0, through=1), entering(2, 5), sender="h0", receiver="h1")
+    flow = join_flows(leaving(3, 0, through=1), entering(2, 5), sender="h0", receiver="h1")
     assert str(flow) == "h0.G3->h0.G3->h0.C1->h0.N0->h1.N2->h1.N2->h1.G5"
     assert flow.hosts == ("h0", "h1")
     assert flow.is_network
@@ -237,7 +237,7 @@ def canonical(transfers, symmetry):
         {symmetry.points[i]: symmetry.points[to] for i, to in enumerate(row)}
         for row in symmetry.elements.tolist()
     ]
-    images = (transfer_set(relabelled(f, named) for f in transfers.flows) for named in names)
+    images = (transfer_set(relabel(f, named) for f in transfers.flows) for named in names)
     return min(images, key=lambda image: [str(flow) for flow in image.flows])
 
 
@@ -248,7 +248,7 @@ def test_a_set_and_its_images_have_one_canonical_set(some, seed):
     symmetry = automorphisms(machine)
     row = random.Random(seed).choice(symmetry.elements.tolist())
     names = {symmetry.points[i]: symmetry.points[to] for i, to in enumerate(row)}
-    image = transfer_set(relabelled(flow, names) for flow in some)
+    image = transfer_set(relabel(flow, names) for flow in some)
     assert canonical(image, symmetry) == canonical(transfer_set(some), symmetry)
 
 

@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tccl_py.errors import MeasurementError, counted, require
+from tccl_py.errors import MeasurementError, require, spell
 from tccl_py.model.machine import MAX_GPUS, Fingerprint, Gpu, Machine, NumaNode, check
 from tccl_py.readers.sysfs import HostFiles
 
@@ -256,7 +256,7 @@ def host_machine(
         node_of |= {cpu: i for i, id_ in enumerate(ids) for cpu in cpus_of_node(id_, files)}
     usable.sort(key=lambda cpu: (node_of[cpu], cpu))
     count = max(least, min(len(usable), DEVICES)) if devices is None else devices
-    fault = f"has {counted(count, 'device')}"
+    fault = f"has {spell(count, 'device')}"
     require(least <= count <= MAX_GPUS, "host machine", fault, f"{least} to {MAX_GPUS} are right")
     name = cpu_model()
     picked = [usable[i * len(usable) // count] for i in range(count)]
@@ -276,7 +276,7 @@ def shared_cores(machine: Machine) -> Iterator[str]:
     if devices > cores:
         few = f"; {cores} devices have a core each" if cores > 1 else ""
         yield (
-            f"{devices} devices of the host backend share {counted(cores, 'core')} and "
+            f"{devices} devices of the host backend share {spell(cores, 'core')} and "
             f"wait for each other: their rates say little, and sets may fail{few}"
         )
 

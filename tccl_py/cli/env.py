@@ -21,7 +21,7 @@ from tccl_py.delivery.fit import ALIKE_VARIABLE
 from tccl_py.delivery.job import Delivery, JobRequest, deliver
 from tccl_py.delivery.placement import prefer_numa_node
 from tccl_py.errors import InputError, require
-from tccl_py.files import picked, says
+from tccl_py.files import pick, says
 from tccl_py.model.cluster import shown
 from tccl_py.nccl.settings import GRAPH_VARIABLE, env_conflicts, export_lines
 from tccl_py.nccl.variables import CHOOSING_VARIABLES
@@ -106,7 +106,7 @@ def env(
                 off=delivery.disabled or UNSET,
                 choice=UNSET if delivery.disabled else delivery.choice,
                 environment=dict(delivery.variables),
-                **picked(plan, "simulated", "dry_run"),
+                **pick(plan, "simulated", "dry_run"),
             )
         )
     elif plan.dry_run and not force:

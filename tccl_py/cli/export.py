@@ -12,7 +12,7 @@ from tccl_py.cli.process import notice, notice_each, write_result
 from tccl_py.delivery.job import JobRequest
 from tccl_py.delivery.plugin import check_trusted
 from tccl_py.delivery.scripts import FORMS, Form, script
-from tccl_py.errors import InputError, counted, require
+from tccl_py.errors import InputError, require, spell
 from tccl_py.files import read_text
 from tccl_py.nccl.settings import environment_text
 from tccl_py.plan.directory import machine_file, nccl_files, write_nccl_files, write_new_plan
@@ -150,7 +150,7 @@ def _export_fork(directory: Path, output: Path | None) -> None:
     write_result(made.text, output)
     notice_each(made.notes)
     if output is not None:
-        notice(f"wrote {counted(made.paths, 'chain' if tables else 'ring')} to {output}")
+        notice(f"wrote {spell(made.paths, 'chain' if tables else 'ring')} to {output}")
 
 
 def _export_job(
@@ -172,7 +172,7 @@ def _export_job(
         count, rate, settings = write_bounded_job(
             plan, directory, listed, of_hosts, output=output, missing=missing
         )
-        notice(f"wrote {counted(count, 'file')} to {output}: rate {rate}")
+        notice(f"wrote {spell(count, 'file')} to {output}: rate {rate}")
         variables = environment_text(settings)
         how = (
             f"Set {variables}, as default NCCL leaves rails" if variables else "Leave NCCL as it is"
@@ -189,7 +189,7 @@ def _export_job(
     check_files(directory, [str(path.relative_to(directory)) for path in files.values()])
     count = write_new_plan(made, output, {name: read_text(path) for name, path in files.items()})
     rate = f"{made.rate_gbps:.2f} GB/s ({made.provenance_of('graph')})"
-    notice(f"wrote {counted(count, 'file')} to {output}: {rate}")
+    notice(f"wrote {spell(count, 'file')} to {output}: {rate}")
     notice(advice(made))
     notice_each(made.notices)
     env_file = quote(f"{output}/nccl/env.sh")

@@ -37,7 +37,7 @@ from tccl_py.cli.process import (
     print_json,
     write_result,
 )
-from tccl_py.errors import CTRL_C_AND_SIGTERM, InputError, counted, interrupts_put_off
+from tccl_py.errors import CTRL_C_AND_SIGTERM, InputError, interrupts_put_off, spell
 from tccl_py.experiments.jobs import Launcher
 from tccl_py.experiments.nccl_tests import find_program
 from tccl_py.experiments.preflight import (
@@ -204,7 +204,7 @@ def _print_drift(plan: Plan, drift: Drift) -> None:
     for text, why in drift.lost.items():
         console.print(f"cannot be measured any more: {text}: {why}")
     console.print(
-        f"{counted(len(drift.sets), 'set')} of the journal compared in {drift.seconds:.0f} s. "
+        f"{spell(len(drift.sets), 'set')} of the journal compared in {drift.seconds:.0f} s. "
         f"Changes up to {SMALLEST:.0%} do not count; of 100 checks of an unchanged machine at most "
         f"{100 * drift.false_alarm_rate:.0f} gives a false alarm."
     )

@@ -10,14 +10,14 @@ from tccl_py.cli import options
 from tccl_py.cli.options import MACHINE_HELP, arg, flag, gpus_argument, opt, p2p_argument, refuse
 from tccl_py.cli.output import BAD, GOOD, grid, print_table, results
 from tccl_py.cli.process import ANSWER_IS_NO, notice, notice_each, print_json, write_result
-from tccl_py.errors import InputError, counted
+from tccl_py.errors import InputError, spell
 from tccl_py.files import fill, read_bytes, read_text
 from tccl_py.model.cards import assume_p2p
 from tccl_py.model.cluster import parse_gpus
 from tccl_py.model.machine import Machine, description_to_json
 from tccl_py.nccl import validator
-from tccl_py.nccl.variables import given_variables, notices, unfollowed
-from tccl_py.nccl.versions import ASSUMED, asked_version, known_versions, unchecked
+from tccl_py.nccl.variables import given_variables, list_unfollowed, notices
+from tccl_py.nccl.versions import ASSUMED, asked_version, known_versions, say_unchecked
 from tccl_py.plan.text import ring_lines
 from tccl_py.planning.installed_nccl import verdict_here
 from tccl_py.readers.live import discover_machine, gpu_count
@@ -87,7 +87,7 @@ def discover(
     notice_each(f"assumed: {text}" for text in knowledge.assumptions(machine))
     write_result(description_to_json(machine, knowledge, fingerprint), output)
     if output is not None:
-        gpus = counted(len(machine.gpus), "GPU")
+        gpus = spell(len(machine.gpus), "GPU")
         notice(f"wrote {output}: {machine.name} with {gpus}")
 
 
@@ -145,9 +145,9 @@ def validate(
         chosen = None if gpus is None else parse_gpus(gpus, "--gpus")
         verdict = verdict_here(read_text(graph), chosen, variables, where=str(graph))
     else:
-        notice_each(unfollowed(variables))
+        notice_each(list_unfollowed(variables))
         model, version = load_machine(machine), ASSUMED if nccl is None else asked_version(nccl)
-        if doubt := unchecked(version):
+        if doubt := say_unchecked(version):
             notice(doubt)
         verdict = validator.validate(
             # NCCL reads bytes, whatever they are in a comment.

@@ -19,7 +19,7 @@ from tccl_py.cli.options import arg, check_quoted, flag, gpus_argument, opt, ref
 from tccl_py.cli.output import ProgressLine, heat, results
 from tccl_py.cli.process import notice, notice_each, print_json
 from tccl_py.errors import InputError, TcclError
-from tccl_py.files import fill, picked, says
+from tccl_py.files import fill, pick, says
 from tccl_py.launchers import in_job
 from tccl_py.model.measurement import IN_DRY_RUN, Measurement
 from tccl_py.model.measurement import mark as provenance
@@ -279,7 +279,7 @@ def _measured_row(texts: Texts, measurement: Measurement, *, dry_run: bool) -> M
     row: dict[str, Any] = {"set": " ".join(texts), "gbps": rates, "total_gbps": sum(rates)}
     row["dry_run"] = dry_run
     if measurement.simulated:
-        return Measured(**row, **picked(measurement, "simulated", "assumed"))
+        return Measured(**row, **pick(measurement, "simulated", "assumed"))
     repeats = len(measurement.samples_gbps[0])
     return fill(Measured, measurement, **row, spread=widths, repeats=repeats)
 

@@ -18,7 +18,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from tccl_py.cli.process import Speech, Verbosity, notice
-from tccl_py.errors import counted, visible
+from tccl_py.errors import spell, visible
 
 if TYPE_CHECKING:
     from tccl_py.search.problem import Progress
@@ -154,7 +154,7 @@ class ProgressLine:
         bound = progress.bound_gbps
         shown = f"{bound:.1f}" if self._best <= bound < math.inf else "?"
         self._search = (
-            f"{counted(progress.rings_in_set, 'ring')}: {counted(progress.sets_measured, 'set')}, "
+            f"{spell(progress.rings_in_set, 'ring')}: {spell(progress.sets_measured, 'set')}, "
             f"best so far {self._best:.1f} GB/s, bound of this search {shown}"
         )
         self._show()
@@ -162,7 +162,7 @@ class ProgressLine:
     def measured(self, count: int, total: int | None = None) -> None:
         """Show how many sets were measured, of how many, and the time left."""
         most, words = (total, "") if total else (self._most, "at most ")
-        self._measured = f"{counted(count, 'set')} measured"
+        self._measured = f"{spell(count, 'set')} measured"
         if most is not None and 0 < count < most:
             clock = time.monotonic()
             # What passed before the first set is no part of the pace.
@@ -174,7 +174,7 @@ class ProgressLine:
                 remaining = f", {words}{_time_text(pace)} left at this pace"
             elif 0 < limit < math.inf:
                 remaining = f", at most {_time_text(limit)} left"
-            self._measured = f"{count} of {words}{counted(most, 'set')}{remaining}"
+            self._measured = f"{count} of {words}{spell(most, 'set')}{remaining}"
         self._show()
 
     def say(self, text: str) -> None:

@@ -29,8 +29,8 @@ from tccl_py.errors import (
     CTRL_C_AND_SIGTERM,
     InputError,
     Terminated,
+    defer_signals,
     interrupts_put_off,
-    undisturbed,
 )
 from tccl_py.interrupts import INTERRUPTED
 from tccl_py.launchers import in_job
@@ -205,7 +205,7 @@ def plan(
 
 
 def _write(made: Plan, output: Path, subject: Subject, links: Proof | None) -> None:
-    with undisturbed():
+    with defer_signals():
         write_plan(
             made,
             output,

@@ -11,7 +11,7 @@ from rich.console import Console
 from tccl_py.cli.measure import job_of_plan
 from tccl_py.cli.output import ProgressLine, grid
 from tccl_py.cli.process import notice, notice_each
-from tccl_py.errors import counted, interrupts_put_off
+from tccl_py.errors import interrupts_put_off, spell
 from tccl_py.explanation.explain import MOST_FINDINGS, MOST_SETS, explain
 from tccl_py.explanation.findings import Explanation
 from tccl_py.model.measurement import JOURNAL_FILE, BandwidthSource
@@ -73,8 +73,7 @@ def print_causes(explanation: Explanation, plan: Plan, console: Console) -> None
     word = "simulated" if explanation.simulated else "measured"
     console.print()
     console.print(
-        f"cost  {counted(explanation.sets_measured, 'set')} {word} for this "
-        "beyond the plan's journal"
+        f"cost  {spell(explanation.sets_measured, 'set')} {word} for this beyond the plan's journal"
     )
     for text in explanation.notices:
         console.print(f"note: {text}")

@@ -17,7 +17,7 @@ from tccl_py.cli import options
 from tccl_py.cli.options import arg, opt, refuse
 from tccl_py.cli.output import print_table, results
 from tccl_py.cli.process import check_result_file, notice, notice_each, print_json
-from tccl_py.errors import InputError, counted, size_text
+from tccl_py.errors import InputError, size_text, spell
 from tccl_py.workloads.bundled import BUNDLED
 from tccl_py.workloads.record import (
     is_one_rank,
@@ -70,8 +70,8 @@ def workload(
 
 def print_workload(console: Console, workload: Workload) -> None:
     """Print a workload as a table, its largest rows first."""
-    steps = f", {counted(workload.steps, 'step')}" if workload.steps else ""
-    ranks = counted(workload.ranks, "rank")
+    steps = f", {spell(workload.steps, 'step')}" if workload.steps else ""
+    ranks = spell(workload.ranks, "rank")
     console.print(f"{workload.name}: {ranks}{steps}, from {workload.source}")
     rows = sorted(workload.rows, key=lambda row: -row.bytes * row.calls)
     lines = [("collective", "dtype", "size", "groups", "calls a step", "MB a step")]
@@ -81,7 +81,7 @@ def print_workload(console: Console, workload: Workload) -> None:
             row.dtype,
             size_text(row.bytes),
             ", ".join(
-                f"{number} x {counted(ranks, 'rank')}"
+                f"{number} x {spell(ranks, 'rank')}"
                 for ranks, number in Counter(map(len, row.groups)).items()
             ),
             f"{row.calls:.6g}",
@@ -91,7 +91,7 @@ def print_workload(console: Console, workload: Workload) -> None:
     ]
     print_table(console, lines)
     if len(rows) > _ROWS:
-        console.print(f"and {counted(len(rows) - _ROWS, 'smaller row')}")
+        console.print(f"and {spell(len(rows) - _ROWS, 'smaller row')}")
     notice_each(workload.notices)
 
 

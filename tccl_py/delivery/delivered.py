@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from tccl_py.errors import InputError, counted
+from tccl_py.errors import InputError, spell
 from tccl_py.model.rings import neighbours
 from tccl_py.nccl.communicators import LoggedConnection, parse_log, same_rings, transport_of
 from tccl_py.nccl.transport import TRANSPORTS, pair_mechanism
@@ -112,7 +112,7 @@ def _ring_differences(expected: Rings, found: Rings) -> Iterator[str]:
         yield "NCCL's log shows no rings over all GPUs"
         return
     if len(found) != len(expected):
-        yield f"NCCL uses {counted(len(found), 'channel')}, the plan comes to {len(expected)}"
+        yield f"NCCL uses {spell(len(found), 'channel')}, the plan comes to {len(expected)}"
     wrong = []
     for number, (ring, order) in enumerate(zip(found, expected, strict=False)):
         if not same_rings(ring, order):

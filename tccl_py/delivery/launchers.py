@@ -13,7 +13,7 @@ from pathlib import PurePath
 import msgspec
 
 from tccl_py.errors import InputError
-from tccl_py.files import picked
+from tccl_py.files import pick
 from tccl_py.model.cluster import shown
 from tccl_py.readers.hosts import listed_hosts
 
@@ -119,7 +119,7 @@ def _part(name: str, words: Sequence[str]) -> Started:
         source, ranks = programs[0][0], ceil(sum(counts) / max(hosts, 1))
     elif ranks and hosts == 1 and sum(counts) > ranks:
         elsewhere = f"{source} says {ranks} of {sum(counts)}"
-    marks = picked(launcher, "remote", "unlike")
+    marks = pick(launcher, "remote", "unlike")
     return Started(ranks=ranks, source=source, elsewhere=elsewhere, **marks)
 
 

@@ -16,7 +16,7 @@ import msgspec
 from tccl_py.decision import Harm, harm
 from tccl_py.experiments.jobs import AGAIN, Launcher, Outcome
 from tccl_py.experiments.spec import Row
-from tccl_py.files import picked
+from tccl_py.files import pick
 from tccl_py.health.drift_statistics import chance, common_spread
 from tccl_py.plan.chains import ChoiceName
 from tccl_py.statistics import Interval, holm, ratio_interval, sign_flip_p
@@ -180,7 +180,7 @@ def timed(
     """Return a row of a launcher's jobs with these seconds, one value a job."""
     of = launcher.members
     return Timed(
-        **picked(row, "collective", "dtype", "bytes", "mode", "beside"),
+        **pick(row, "collective", "dtype", "bytes", "mode", "beside"),
         groups=tuple(tuple(of[rank] for rank in group) for group in row.groups),
         seconds=seconds,
         gbps=row.bus_gbps(launcher.world, statistics.median(seconds)),

@@ -19,9 +19,9 @@ from tccl_py.errors import (
     MeasurementError,
     TcclError,
     Terminated,
+    defer_signals,
     interrupts_put_off,
     require,
-    undisturbed,
 )
 from tccl_py.experiments.communication import Communications, keep_communication
 from tccl_py.experiments.jobs import THIS_HOST, HostRanks, Launcher, LocalRunner, Say
@@ -181,7 +181,7 @@ def run(
             for text in result.notices:
                 say(text)
             alone = tune or budget.only is not None or launcher.nccl_tests is not None
-            with undisturbed():
+            with defer_signals():
                 if tuned is not plan:
                     tuned.write()
                     taken = tuned.plan.choices != plan.plan.choices

@@ -19,7 +19,7 @@ from typing import cast
 import msgspec
 from msgspec.structs import replace
 
-from tccl_py.errors import InputError, counted, require, size_text
+from tccl_py.errors import InputError, require, size_text, spell
 from tccl_py.experiments.collectives import PROGRAMS, Collective
 from tccl_py.experiments.comparison import Timed, over_earlier
 from tccl_py.experiments.jobs import Launcher
@@ -250,7 +250,7 @@ def measure_plan_again(
             drift = error.drift
             if replace(found, drift=drift).ok if preflight else not drift.drifted:
                 if found.checked:
-                    tell([f"{counted(found.checked, 'result')} of collectives compared, all right"])
+                    tell([f"{spell(found.checked, 'result')} of collectives compared, all right"])
                 raise
             tell([f"not all transfers were judged: {error.where} {error.what}; {error.right}"])
         tell(again.learn_patterns(directory, until) if preflight else ())

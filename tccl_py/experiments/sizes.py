@@ -16,7 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from tccl_py.delivery.plugin import PLUGIN_VARIABLE
-from tccl_py.errors import InputError, MeasurementError, undisturbed
+from tccl_py.errors import InputError, MeasurementError, defer_signals
 from tccl_py.experiments.calls import GRAPHED_BYTES
 from tccl_py.experiments.collectives import COLLECTIVES
 from tccl_py.experiments.communication import timed_calls
@@ -324,7 +324,7 @@ def _keep(
         simulated=plan.simulated,
         tunings=msgspec.Raw(encode_line(tunings)),
     )
-    with undisturbed():
+    with defer_signals():
         try:
             if launcher.backend == "cuda":
                 keep_tuning(tuning, plan, target.directory)

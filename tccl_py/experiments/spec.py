@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from tccl_py.experiments.collectives import Collective, bus_gbps
-from tccl_py.files import picked
+from tccl_py.files import pick
 from tccl_py.model.measurement import Backend
 from tccl_py.nccl.tuner import Algorithm, Protocol
 from tccl_py.rank_processes.rank import JobSlot, Rendezvous
@@ -76,7 +76,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def plain(self) -> Row:
         """Return the row alone, as results are named by it."""
-        return Row(**picked(self, "collective", "dtype", "bytes", "groups", "mode", "beside"))
+        return Row(**pick(self, "collective", "dtype", "bytes", "groups", "mode", "beside"))
 
     @property
     def over_all(self) -> bool:
@@ -117,7 +117,7 @@ def calls_of(workload: Workload) -> dict[Row, float]:
     calls: dict[Row, float] = {}
     for row in workload.rows:
         groups = () if row.groups == (tuple(range(workload.ranks)),) else row.groups
-        timed = Row(**picked(row, "collective", "dtype", "bytes"), groups=groups)
+        timed = Row(**pick(row, "collective", "dtype", "bytes"), groups=groups)
         calls[timed] = calls.get(timed, 0.0) + row.calls
     return calls
 

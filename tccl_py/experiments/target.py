@@ -17,7 +17,7 @@ from tccl_py.errors import InputError
 from tccl_py.experiments.jobs import Arm
 from tccl_py.experiments.record import Verification
 from tccl_py.experiments.spec import Groups, groups_of
-from tccl_py.files import picked, read_text
+from tccl_py.files import pick, read_text
 from tccl_py.model.rings import neighbours
 from tccl_py.nccl.graph_search import default_choice
 from tccl_py.nccl.settings import (
@@ -311,7 +311,7 @@ class ClusterTarget(Target, frozen=True, kw_only=True, dict=True):
         plan, classes = self.plan, self.plan.cluster.classes
         nodes = [
             NodeJob(
-                **picked(classes[plan.class_number(host)], "machine", "knowledge"),
+                **pick(classes[plan.class_number(host)], "machine", "knowledge"),
                 gpus=plan.gpus_of(host),
                 graph=self.graphs[host.name],
                 where=f"graph file of {host.name}",

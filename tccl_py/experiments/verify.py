@@ -19,7 +19,7 @@ from tccl_py.experiments.record import ArmResult, Verification, good_choices
 from tccl_py.experiments.rounds import Rounds, RunBudget, least_rounds, run_rounds
 from tccl_py.experiments.spec import JobSpec, Row, WrongValue, large_gbps, training_rows
 from tccl_py.experiments.target import Target
-from tccl_py.files import picked
+from tccl_py.files import pick
 from tccl_py.plan.chains import BY_VARIABLES, ChoiceName, as_good
 from tccl_py.plan.text import plan_name
 
@@ -142,8 +142,8 @@ class Judge(NamedTuple):
         ranks = rounds.checked["default"].results
         return Verification(
             machine=plan_name(target.plan),
-            **picked(target, "gpus", "hosts"),
-            **picked(target.plan, "recommended", "simulated", "jobs_ran"),
+            **pick(target, "gpus", "hosts"),
+            **pick(target.plan, "recommended", "simulated", "jobs_ran"),
             dry_plan=target.plan.dry_run,
             backend=self.launcher.backend,
             arms=tuple(results),
@@ -178,7 +178,7 @@ class Judge(NamedTuple):
         """Return the rows, checked values and rings of an arm's jobs, or why one failed."""
         target, launcher, budget = self.target, self.launcher, self.budget
         result = ArmResult(
-            **picked(arm, "name", "settings", "predicted_gbps"),
+            **pick(arm, "name", "settings", "predicted_gbps"),
             assumed=target.plan.choices[arm.name].assumed,
             environment=launcher.variables(arm),
             failure=rounds.failures.get(arm.name, ""),

@@ -14,9 +14,9 @@ from tccl_py.errors import (
     MeasurementError,
     SearchError,
     check_type,
-    counted,
     require,
     size_text,
+    spell,
 )
 from tccl_py.explanation.causes import (
     HURT,
@@ -132,7 +132,7 @@ def explain(
     check_type(most, "most", int)
     sources = source if isinstance(source, Sequence) else [source]
     classes, right = len(plan.cluster.classes), "give one for each class of hosts"
-    require(len(sources) == classes, "`source`", f"is {counted(len(sources), 'source')}", right)
+    require(len(sources) == classes, "`source`", f"is {spell(len(sources), 'source')}", right)
     share = max_sets // classes
     hosts = [
         _ClassExplainer(plan, number, answers, share) for number, answers in enumerate(sources)

@@ -8,7 +8,7 @@ from itertools import permutations
 
 import msgspec
 
-from tccl_py.errors import counted
+from tccl_py.errors import spell
 from tccl_py.health.doctor import Diagnosis
 from tccl_py.health.pasted import Findings, findings_lines
 from tccl_py.model.cards import link_words
@@ -17,7 +17,7 @@ from tccl_py.model.machine import CPU_VENDORS, Knowledge, Machine, PciLink
 from tccl_py.model.rings import neighbours
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.transport import TRANSPORTS, pair_mechanism
-from tccl_py.nccl.versions import unchecked
+from tccl_py.nccl.versions import say_unchecked
 from tccl_py.nccl.view import view
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.size_choices import BySize, list_by_size, size_notes
@@ -179,7 +179,7 @@ def advice_by(plan: Plan, subject: Subject, diagnosis: Diagnosis | None = None) 
         sure=_sure(plan, subject),
         by_size=list_by_size(plan),
         poor=(*size_notes(plan), *filter(None, [p2p_note(plan)])),
-        assumptions=(*assumptions(plan), *filter(None, [unchecked(plan.settings.version)])),
+        assumptions=(*assumptions(plan), *filter(None, [say_unchecked(plan.settings.version)])),
         problems=tuple(f"{bad.severity.upper()} {bad.what}; {bad.fix}" for bad in problems),
         following=f"{doctor_first(plan) or 'on the machine'}: {_PLAN_FIRST}"
         if plan.simulated
@@ -192,8 +192,8 @@ def _machine_words(plan: Plan) -> str:
     machine = plan.machine
     pairs = list(permutations(machine.gpu_indices, 2))
     direct = sum(plan.knowledge.can_access(machine, *pair) for pair in pairs)
-    nodes = counted(len(machine.numa_nodes), "NUMA node")
-    gpus = counted(len(machine.gpus), "GPU")
+    nodes = spell(len(machine.numa_nodes), "NUMA node")
+    gpus = spell(len(machine.gpus), "GPU")
     linked = "NVLink" if machine.nvlinks else "no NVLink"
     linked = ", ".join([linked, *assumed_links(plan)])
     return (
@@ -254,5 +254,5 @@ def _sure(plan: Plan, subject: Subject) -> str:
         return f"{level}: by a model with {provenances_text(subject.model)} parameters{basis}{cut}"
     interval = plan.choices["graph"].error
     error = f", 95 % interval ±{interval:.1%}" if interval else ""
-    sets = counted(plan.sets_measured, "set")
+    sets = spell(plan.sets_measured, "set")
     return f"medium: {sets} measured here{error}; no NCCL job was timed{cut}"

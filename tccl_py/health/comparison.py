@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from tccl_py.errors import InputError, counted, require
+from tccl_py.errors import InputError, require, spell
 from tccl_py.files import read_bytes
 from tccl_py.health.checks import limit_of, shared_memory_size
 from tccl_py.health.host import (
@@ -261,15 +261,13 @@ def comparison_lines(found: HostsCompared, most: int = 20) -> Iterator[tuple[str
     """Yield the lines of a comparison, each with its severity, `most` differences at most."""
     first, *others = found.groups
     if not others:
-        yield f"{counted(found.hosts, 'host')}: all facts are equal", None
+        yield f"{spell(found.hosts, 'host')}: all facts are equal", None
         return
     odd = [name for group in others for name in group]
-    text = f"{counted(found.hosts, 'host')}: {len(first)} alike, not {listed(odd)}"
+    text = f"{spell(found.hosts, 'host')}: {len(first)} alike, not {listed(odd)}"
     if len(first) * 2 <= found.hosts:
         groups = "; ".join(f"{len(group)}: {listed(group)}" for group in found.groups[:6])
-        text = (
-            f"{counted(found.hosts, 'host')} in {len(found.groups)} groups of equal ones: {groups}"
-        )
+        text = f"{spell(found.hosts, 'host')} in {len(found.groups)} groups of equal ones: {groups}"
     yield text, None
     said = set[str]()
     for one in found.differences[:most]:

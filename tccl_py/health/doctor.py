@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from tccl_py.errors import InputError, MeasurementError, counted
+from tccl_py.errors import InputError, MeasurementError, spell
 from tccl_py.health.checks import HOST_CHECKS
 from tccl_py.health.comparison import facts_of
 from tccl_py.health.host import (
@@ -42,7 +42,7 @@ from tccl_py.model.links import Proof, ProofVerdict
 from tccl_py.nccl.asked import ring_words
 from tccl_py.nccl.settings import GRAPH_VARIABLE, settings_from_environment
 from tccl_py.nccl.variables import similar_name
-from tccl_py.nccl.versions import release, unchecked, version_facts
+from tccl_py.nccl.versions import release, say_unchecked, version_facts
 from tccl_py.nccl_conf import ConfLine
 from tccl_py.nccl_library import installed_nccls
 from tccl_py.readers.live import driver_facts
@@ -226,7 +226,7 @@ def check_nccl(host: HostState) -> Results:
             if low <= release(nccl.version) <= high:
                 yield defect(name, nccl.source, measured=f"NCCL {nccl.version}")
     first, *further = host.nccl
-    facts = filter(None, (f"NCCL {first.version} is installed", unchecked(first.version)))
+    facts = filter(None, (f"NCCL {first.version} is installed", say_unchecked(first.version)))
     yield defect("version", first.source, what="; ".join(facts))
     for second in further:
         if second.minor != first.minor:
@@ -250,8 +250,8 @@ def check_proof(host: HostState) -> Results:
     more = "".join(f"; {cause}" for cause in proof.causes)
     if proof.verdict == "sound":
         count = len({(pair.source, pair.target) for pair in proof.pairs})
-        jobs = f"{counted(len(proof.by_nccl), 'job')} of NCCL"
-        text = f"{counted(count, 'ordered pair')} of GPUs and {jobs} carry data, values compared"
+        jobs = f"{spell(len(proof.by_nccl), 'job')} of NCCL"
+        text = f"{spell(count, 'ordered pair')} of GPUs and {jobs} carry data, values compared"
         yield defect("links-sound", where, what=text)
     else:
         rule = _PROOF_RULES[proof.verdict]

@@ -20,7 +20,7 @@ import scipy  # whose parts load when they are first used, so that commands star
 
 from tccl_py.explanation.paths import Paths, device_words
 from tccl_py.model.machine import Machine
-from tccl_py.model.measurement import Measurement, dealt
+from tccl_py.model.measurement import Measurement, deal_out
 from tccl_py.model.transfer import Flow, TransferSet
 from tccl_py.nccl.paths import path_types
 from tccl_py.statistics import holm
@@ -89,7 +89,7 @@ def log_rates(measurements: Sequence[Measurement]) -> dict[Flow, list[float]]:
     rates: dict[Flow, list[float]] = {}
     for measurement in measurements:
         logs = np.log(np.median(np.asarray(measurement.samples_gbps), axis=1)).tolist()
-        for flow, equal in dealt(measurement.transfers.flows, logs).items():
+        for flow, equal in deal_out(measurement.transfers.flows, logs).items():
             rates.setdefault(flow, []).append(fmean(equal))
     return rates
 

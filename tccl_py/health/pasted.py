@@ -16,7 +16,7 @@ from statistics import median_high
 
 import msgspec
 
-from tccl_py.errors import InputError, counted, require, size_text
+from tccl_py.errors import InputError, require, size_text, spell
 from tccl_py.files import MAX_INPUT_BYTES, read_text
 from tccl_py.health.nccl_report import LogReport, fits_of, has_log, read_report
 from tccl_py.model.cards import assume_p2p, link_words
@@ -25,7 +25,7 @@ from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.nccl.communicators import transport_of
 from tccl_py.nccl.settings import settings_from_environment
 from tccl_py.nccl.transport import pair_mechanism
-from tccl_py.nccl.versions import ASSUMED, unchecked
+from tccl_py.nccl.versions import ASSUMED, say_unchecked
 from tccl_py.nccl.view import p2p_level, view
 from tccl_py.readers.nvidia_smi import has_matrix, name_gpus
 from tccl_py.readers.pasted import plain
@@ -203,7 +203,7 @@ def read_pasted(names: Sequence[str]) -> Pasted:
     if log is not None and log.machine is not None:
         log = msgspec.structs.replace(log, machine=name_gpus(log.machine, text))
     if log is not None and log.torn:
-        left.append(f"{counted(log.torn, 'line')} torn into another's: {ONE_FILE_A_RANK}")
+        left.append(f"{spell(log.torn, 'line')} torn into another's: {ONE_FILE_A_RANK}")
     machine = description.machine if description else log.machine if log else None
     rates, pairs = tuple(_tested(text)), tuple(_pairs(text, machine))
     if not (descriptions or log or rates or pairs):
@@ -341,7 +341,7 @@ def _judge(findings: Findings, description: Description | None) -> Findings:
 
 def _did(log: LogReport) -> Iterator[str]:
     """Yield what NCCL did: release, ranks, rings, transports, and what did not end."""
-    on = counted(log.ranks, "GPU" if len(log.hosts) < 2 else "rank")
+    on = spell(log.ranks, "GPU" if len(log.hosts) < 2 else "rank")
     over = f" of {len(log.hosts)} hosts" if len(log.hosts) > 1 else ""
     parts = []
     if log.hops:
@@ -360,7 +360,7 @@ def _did(log: LogReport) -> Iterator[str]:
         parts[-1] += f" ({', '.join(sorted({hop.via for hop in log.hops})[:3])})"
     if log.rings:
         shown = " ".join(map(str, log.rings[0][:16])) + " ..." * (len(log.rings[0]) > 16)
-        parts.append(f"{counted(log.channels, 'channel')}, ring {shown}")
+        parts.append(f"{spell(log.channels, 'channel')}, ring {shown}")
     if log.simple_order:
         patterns = ", ".join(map(str, log.simple_order))
         parts.append(f"its graph search failed (pattern {patterns}: simple order)")
@@ -543,7 +543,7 @@ def _pairs_got(findings: Findings, machine: Machine | None) -> Iterator[str]:
             c for c in cells if p2p and c.gbps < _HALF * without.get((c.source, c.target), 0.0)
         ]
         if slower:
-            yield f"P2P is slower than host memory between {counted(len(slower), 'pair')} of GPUs"
+            yield f"P2P is slower than host memory between {spell(len(slower), 'pair')} of GPUs"
 
 
 def _sure(findings: Findings, log: LogReport | None) -> str:
@@ -555,7 +555,7 @@ def _sure(findings: Findings, log: LogReport | None) -> str:
         if log.hops:
             whose = "the machine that it printed" if log.machine else "the machine of the texts"
             texts.append(f"why is by the rules of NCCL {release} on {whose}, not asked of it")
-            if log.version and (doubt := unchecked(log.version)):
+            if log.version and (doubt := say_unchecked(log.version)):
                 texts.append(doubt)
     if findings.rates or findings.pair_rates:
         texts.append("rates are as measured, links as counted")

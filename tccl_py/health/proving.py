@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from tccl_py.errors import InputError, counted
+from tccl_py.errors import InputError, spell
 from tccl_py.health.doctor import this_host
 from tccl_py.health.host import HostState, files_of_this_host
 from tccl_py.health.links import judge_links, pcie_p2p_may_harm
@@ -73,7 +73,7 @@ def prove_host(
             if knowledge.can_access(machine, *pair) and not machine.nvlinked(*pair)
         ]
     nccl = installed_nccl()
-    say(f"proving the links between {counted(len(chosen), 'GPU')}")
+    say(f"proving the links between {spell(len(chosen), 'GPU')}")
     version = nccl.minor if nccl else None
     evidence = gather_evidence(place, chosen, version, withheld, measures=plans)
     proof = judge_links(

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from tccl_py.errors import InputError, require
-from tccl_py.files import check_path, read_bytes, refused, replacement, sweep_beside
+from tccl_py.files import check_path, explain_errors, read_bytes, replacement, sweep_beside
 
 MAX_BYTES = 1024 * 1024
 _RIGHT = "name a file of your own in a directory that you can write to"
@@ -135,7 +135,7 @@ def read_own(path: Path) -> bytes | None:
     to another user, is not regular, has hard links, or is too large, or it or its directory is not
     writable.
     """
-    with refused(path, "cannot be changed", _RIGHT):
+    with explain_errors(path, "cannot be changed", _RIGHT):
         parent = path.parent
         require(parent.is_dir(), str(parent), "is no directory", "make it first")
         require(os.access(parent, os.W_OK | os.X_OK), str(parent), "cannot be written to", _RIGHT)
@@ -156,7 +156,7 @@ def apply_change(change: Change) -> None:
     sweep_beside(change.path)
     if not change.needed:
         return
-    with refused(change.path, "cannot be changed", _RIGHT):
+    with explain_errors(change.path, "cannot be changed", _RIGHT):
         content = change.path.read_bytes() if change.path.exists() else None
         fault = "was changed by another program in the meantime"
         require(content == change.before, str(change.path), fault, "try again")

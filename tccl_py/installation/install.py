@@ -33,9 +33,9 @@ from tccl_py.files import (
     check_version,
     decode_json,
     encode_json,
+    explain_errors,
     lock,
     read_text,
-    refused,
     sweep_beside,
     write_atomically,
 )
@@ -240,7 +240,7 @@ def _opened_record(directory: Path) -> Iterator[tuple[str, ...]]:
 
     Raises InputError: another run holds the record, or the record is unreadable.
     """
-    with refused(directory, "cannot be made", "name a writable place by XDG_STATE_HOME"):
+    with explain_errors(directory, "cannot be made", "name a writable place by XDG_STATE_HOME"):
         directory.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -259,5 +259,5 @@ def _save_record(files: Sequence[str], directory: Path) -> None:
     if files:
         write_atomically(directory / RECORD_FILE, encode_json(Record(files=tuple(files))))
         return
-    with refused(directory, "cannot be written", "make it writable"):
+    with explain_errors(directory, "cannot be written", "make it writable"):
         (directory / RECORD_FILE).unlink(missing_ok=True)

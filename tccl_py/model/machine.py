@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 import msgspec
 
 from tccl_py.errors import InputError, require
-from tccl_py.files import check_version, encode_json, picked
+from tccl_py.files import check_version, encode_json, pick
 from tccl_py.model.links import LinkFact
 from tccl_py.model.transfer import MAX_INDEX, index_of
 
@@ -450,7 +450,7 @@ def description_to_json(
     machine: Machine, knowledge: Knowledge | None = None, fingerprint: Fingerprint | None = None
 ) -> str:
     """Encode a machine's file; `tccl_py.load_machine` reads it."""
-    fields = picked(machine, *Machine.__struct_fields__)
+    fields = pick(machine, *Machine.__struct_fields__)
     description = DiscoveredMachine(
         **fields, knowledge=knowledge or msgspec.UNSET, fingerprint=fingerprint or msgspec.UNSET
     )

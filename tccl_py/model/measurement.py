@@ -93,7 +93,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         self, flows: Iterable[Flow], values: Sequence[float] | None = None
     ) -> tuple[float, ...]:
         """Return the set's rates, or `values`, in another order of its flows."""
-        waiting = dealt(self.transfers.flows, self.gbps if values is None else values)
+        waiting = deal_out(self.transfers.flows, self.gbps if values is None else values)
         return tuple(waiting[flow].pop(0) for flow in flows)
 
     @property
@@ -128,12 +128,12 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return math.sqrt(math.pi / 2 / len(slowest)) * deviation / middle
 
 
-def dealt(flows: Iterable[Flow], values: Iterable[Value]) -> dict[Flow, list[Value]]:
+def deal_out(flows: Iterable[Flow], values: Iterable[Value]) -> dict[Flow, list[Value]]:
     """Return the values of each different flow, in order: equal flows take one each, in turn.
 
     >>> from tccl_py.model.rings import direct_write
     >>> one, other = direct_write(0, 1), direct_write(1, 0)
-    >>> dealt([one, other, one], [10, 20, 30]) == {one: [10, 30], other: [20]}
+    >>> deal_out([one, other, one], [10, 20, 30]) == {one: [10, 30], other: [20]}
     True
     """
     by_flow: dict[Flow, list[Value]] = {}
@@ -201,13 +201,13 @@ class JournalHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         header = msgspec.structs.replace(self, machine=",".join(hosts), hosts=hosts)
         for name, text in self.hosts.items():
             if hosts[name] != text:
-                raise _changed(f"host {name}", hosts[name], text)
+                raise _list_changes(f"host {name}", hosts[name], text)
         if not header.covers(more):
-            raise _changed("this job", more.identity, self.identity)
+            raise _list_changes("this job", more.identity, self.identity)
         return header
 
 
-def _changed(where: str, now_is: str, before: str) -> InputError:
+def _list_changes(where: str, now_is: str, before: str) -> InputError:
     right = "measure as before, or plan into a new directory"
     return InputError(where, f"is {now_is}, and was {before}", right)
 

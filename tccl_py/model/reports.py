@@ -8,7 +8,7 @@ from typing import TypeVar
 import msgspec
 
 from tccl_py.errors import InputError, check_type, require
-from tccl_py.files import check_value, picked
+from tccl_py.files import check_value, pick
 from tccl_py.model.cluster import (
     Cluster,
     Host,
@@ -83,7 +83,7 @@ def cluster_of(
             right = "plan all hosts anew (`force`)"
             raise InputError(f"host {report.host}", "has another machine than in the plan", right)
     if known is not None and known.switches is not None:
-        switches = _joined(known.switches, switches, [host.name for host in hosts], len(by_name))
+        switches = _join(known.switches, switches, [host.name for host in hosts], len(by_name))
     cluster = Cluster(
         hosts=tuple(hosts),
         classes=tuple(classes),
@@ -94,7 +94,7 @@ def cluster_of(
     return check_cluster(cluster, where=where)
 
 
-def _joined(
+def _join(
     known: SwitchTree, tree: SwitchTree | None, hosts: Sequence[str], before: int
 ) -> SwitchTree:
     """Return the switches of hosts, of which so many were there before."""
@@ -125,18 +125,18 @@ def part_of(cluster: Cluster, hosts: Iterable[str]) -> Cluster:
             for host in chosen
         ),
         classes=tuple(cluster.classes[number] for number in numbers),
-        switches=None if tree is None else restricted(tree, names),
+        switches=None if tree is None else restrict(tree, names),
         rails=cluster.rails,
         cables=cables_among(cluster.cables, set(names)),
     )
 
 
-def split(cluster: Cluster, groups: Iterable[Sequence[str]]) -> Cluster:
+def split_classes(cluster: Cluster, groups: Iterable[Sequence[str]]) -> Cluster:
     """Return the cluster with groups of hosts in classes of their own, as far as others stay.
 
     >>> box = NodeClass(name="box", machine=Machine(name="box", numa_nodes=(), gpus=()))
     >>> hosts = tuple(Host(name=f"h{n}", node_class=0, slots=1) for n in range(3))
-    >>> found = split(Cluster(hosts=hosts, classes=(box,)), [["h0"]])
+    >>> found = split_classes(Cluster(hosts=hosts, classes=(box,)), [["h0"]])
     >>> [one.name for one in found.classes], list(found.host_classes.values())
     (['box', 'box-h0'], [1, 0, 0])
     """
@@ -204,7 +204,7 @@ def _canonical_knowledge(
         if all(ends):
             one, other = sorted(ends)
             links.append(msgspec.structs.replace(link, one=one, other=other, note=""))
-    facts = [LinkFact(**picked(fact, "one", "other", "state")) for fact in knowledge.links or ()]
+    facts = [LinkFact(**pick(fact, "one", "other", "state")) for fact in knowledge.links or ()]
     return msgspec.structs.replace(
         knowledge,
         links=tuple(facts),
@@ -213,7 +213,7 @@ def _canonical_knowledge(
     )
 
 
-def restricted(tree: SwitchTree, hosts: Iterable[str], *, where: str = "switch tree") -> SwitchTree:
+def restrict(tree: SwitchTree, hosts: Iterable[str], *, where: str = "switch tree") -> SwitchTree:
     """Return the tree with these hosts only, and without switches that lead to no host.
 
     InputError: a host outside the tree, at two switches, or named twice; or no host at all.

@@ -11,7 +11,15 @@ import msgspec
 
 from tccl_py.errors import SearchError
 from tccl_py.model.measurement import Measurement
-from tccl_py.model.transfer import Fifo, Flow, Place, Transfer, TransferSet, linked, transfer_set
+from tccl_py.model.transfer import (
+    Fifo,
+    Flow,
+    Place,
+    Transfer,
+    TransferSet,
+    link_transfers,
+    transfer_set,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -160,7 +168,7 @@ class Options(TypedDict, total=False):
 
 
 def _flow(*places: Place, **options: Unpack[Options]) -> Flow:
-    return Flow(linked(places), **options)
+    return Flow(link_transfers(places), **options)
 
 
 def direct_write(source: int, target: int, **options: Unpack[Options]) -> Flow:
@@ -213,10 +221,10 @@ def entering(nic: int, gpu: int, *, through: int | None = None, **options: Unpac
     return _flow(port, port, Place("C", through), place, place, **options)
 
 
-def joined(out: Flow, into: Flow, *, sender: str, receiver: str) -> Flow:
+def join_flows(out: Flow, into: Flow, *, sender: str, receiver: str) -> Flow:
     """Return the flow over the network that is `out` on host `sender`, `into` on `receiver`.
 
-    >>> str(joined(leaving(3, 0), entering(1, 0), sender="h0", receiver="h1"))
+    >>> str(join_flows(leaving(3, 0), entering(1, 0), sender="h0", receiver="h1"))
     'h0.G3->h0.N0->h1.N1->h1.N1->h1.G0'
     """
     arrived = on_host(into, receiver)

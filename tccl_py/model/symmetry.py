@@ -62,7 +62,7 @@ def _automorphisms(
     points = tuple(end.id for end in (*machine.gpus, *machine.numa_nodes, *machine.nics))
     return Symmetry(
         points=points,
-        elements=_listed(levels, points),
+        elements=_list_products(levels, points),
         generators=tuple(mapping for mappings, _ in levels for mapping in mappings),
         order=math.prod(len(transversal) for _, transversal in levels),
     )
@@ -79,18 +79,18 @@ def keeping(symmetry: Symmetry, keep: npt.NDArray[np.bool_]) -> Symmetry:
 def onto(symmetry: Symmetry, points: Sequence[str], images: Sequence[str]) -> npt.NDArray[np.bool_]:
     """Mark the listed elements that map a set of points onto a set of as many images."""
     numbers = np.sort([symmetry.points.index(point) for point in images])
-    marked: npt.NDArray[np.bool_] = (_moved(symmetry, points) == numbers).all(axis=1)
+    marked: npt.NDArray[np.bool_] = (_move(symmetry, points) == numbers).all(axis=1)
     return marked
 
 
 def images_of_gpus(symmetry: Symmetry, gpus: Sequence[int]) -> dict[tuple[int, ...], Permutation]:
     """Return the sets of GPUs that listed elements exchange with `gpus`, and the first mapping."""
-    _, rows = np.unique(_moved(symmetry, [f"G{g}" for g in gpus]), axis=0, return_index=True)
+    _, rows = np.unique(_move(symmetry, [f"G{g}" for g in gpus]), axis=0, return_index=True)
     mappings = (mapping(symmetry, row) for row in symmetry.elements[rows])
     return {tuple(sorted(index_of(names[f"G{g}"]) for g in gpus)): names for names in mappings}
 
 
-def _moved(symmetry: Symmetry, points: Sequence[str]) -> npt.NDArray[np.int16]:
+def _move(symmetry: Symmetry, points: Sequence[str]) -> npt.NDArray[np.int16]:
     """Return the image of a set of points, in ascending order, under each listed element."""
     columns = [symmetry.points.index(point) for point in points]
     return np.sort(symmetry.elements[:, columns], axis=1)
@@ -124,7 +124,7 @@ def _coloured_graph(machine: Machine, knowledge: Knowledge, gpus: Sequence[int] 
     return graph
 
 
-def _refined(graph: nx.Graph, fixed: Sequence[str]) -> dict[str, str]:
+def _refine(graph: nx.Graph, fixed: Sequence[str]) -> dict[str, str]:
     """Return colours after refinement, every `fixed` device in a colour of its own."""
     import networkx as nx  # noqa: PLC0415 (slow to import, and few commands look for symmetries)
 
@@ -141,7 +141,7 @@ def _mapping(graph: nx.Graph, fixed: Sequence[str], point: str, image: str) -> P
     """Return an automorphism with these fixed devices that maps `point` to `image`, or None."""
     import networkx as nx  # noqa: PLC0415
 
-    before, after = _refined(graph, [*fixed, point]), _refined(graph, [*fixed, image])
+    before, after = _refine(graph, [*fixed, point]), _refine(graph, [*fixed, image])
     if sorted(before.values()) != sorted(after.values()):
         return None
     # The matcher iterates over sets of devices. Sets of numbers have one order; the order of names
@@ -182,7 +182,7 @@ def _stabiliser_chain(graph: nx.Graph, base: Sequence[str]) -> list[_Level]:
     for depth in range(len(base) - 1, -1, -1):
         fixed, point = base[:depth], base[depth]
         generators: list[Permutation] = []
-        colours = _refined(graph, fixed)
+        colours = _refine(graph, fixed)
         for candidate in base[depth + 1 :]:
             if colours[candidate] != colours[point]:
                 continue
@@ -196,7 +196,7 @@ def _stabiliser_chain(graph: nx.Graph, base: Sequence[str]) -> list[_Level]:
     return levels
 
 
-def _listed(levels: Sequence[_Level], points: Sequence[str]) -> npt.NDArray[np.int16]:
+def _list_products(levels: Sequence[_Level], points: Sequence[str]) -> npt.NDArray[np.int16]:
     """Return the products of one mapping per level, from the bottom, up to MAX_ELEMENTS."""
     position = {point: i for i, point in enumerate(points)}
     rows = np.arange(len(points), dtype=np.int16)[None, :]
@@ -244,7 +244,7 @@ def smallest_row(rows: npt.NDArray[Any]) -> tuple[int, ...]:
     return tuple(rows[0].tolist())
 
 
-def relabelled(flow: Flow, names: Mapping[str, str]) -> Flow:
+def relabel(flow: Flow, names: Mapping[str, str]) -> Flow:
     """Return the flow under a relabelling of devices; a copy engine moves with its GPU."""
     return elsewhere(flow, lambda p: Place(p.kind, index_of(names[p.device]), p.host))
 
@@ -253,7 +253,7 @@ def relabelled_hop(hop: Hop, names: Mapping[str, str]) -> Hop:
     """Return the hop under a relabelling; an end without a name (the world, of chains) stays."""
     ends = hop.source, hop.target
     source, target = (index_of(names[f"G{n}"]) if f"G{n}" in names else n for n in ends)
-    return Hop(source, target, relabelled(hop.flow, names))
+    return Hop(source, target, relabel(hop.flow, names))
 
 
 def natural_cuts(

@@ -30,7 +30,7 @@ from typing import Final, Literal, get_args
 
 import msgspec
 
-from tccl_py.errors import InputError, check_type, counted, require
+from tccl_py.errors import InputError, check_type, require, spell
 from tccl_py.files import TextValue
 
 Side = Literal["sender", "receiver"]
@@ -288,8 +288,8 @@ def parse_flow(text: str) -> Flow:
         _check_network(places, where)
     right = "a transfer is SRC->EXE->DST or 0:4, a bounce SRC->EXE->HOST->EXE->DST or 0:C1:4"
     counts = network or len(places) in (3, 5)
-    require(counts, where, f"has {counted(len(places), 'place')}", right)
-    transfers = linked(places)
+    require(counts, where, f"has {spell(len(places), 'place')}", right)
+    transfers = link_transfers(places)
     for transfer in transfers:
         _check_transfer(transfer, where)
     if len(transfers) == 2 and not network:
@@ -300,7 +300,7 @@ def parse_flow(text: str) -> Flow:
     return _with_options(transfers, options[:-1], where)
 
 
-def linked(places: Sequence[Place]) -> tuple[Transfer, ...]:
+def link_transfers(places: Sequence[Place]) -> tuple[Transfer, ...]:
     """Return the transfers of a path, each from where the one before ends."""
     return tuple(Transfer(*places[at : at + 3]) for at in range(0, len(places) - 2, 2))
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from tccl_py.errors import InputError, MeasurementError, counted
+from tccl_py.errors import InputError, MeasurementError, spell
 from tccl_py.files import encode_json
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.rings import neighbours
@@ -249,7 +249,9 @@ def failure_of(error: RanksError) -> str:
 
 
 # Verdicts on graph files.
-def judged(variables: Mapping[str, str], gpus: Sequence[int], text: str, *, where: str) -> Verdict:
+def judge_file(
+    variables: Mapping[str, str], gpus: Sequence[int], text: str, *, where: str
+) -> Verdict:
     """Return the installed NCCL's verdict on a file; MeasurementError: it cannot be asked."""
     try:
         answer = ask_nccl(variables, gpus, graph=text)
@@ -275,9 +277,9 @@ def verdict_on(answer: NcclAnswer, text: str, *, where: str) -> Verdict:
         return verdict("ignored", f"{name} took other rings than the file's: it searched")
     as_written = all(same_rings(r, orders[n % count]) for n, r in enumerate(answer.rings))
     if not as_written or final < count:
-        reason = f"{name} loads the file's {counted(count, 'channel')}, and runs {final} other ones"
+        reason = f"{name} loads the file's {spell(count, 'channel')}, and runs {final} other ones"
         return verdict("clipped", reason)
-    channels = f"{counted(count, 'channel')} of the file"
+    channels = f"{spell(count, 'channel')} of the file"
     return verdict("used", f"{channels}, {final} in {name}")
 
 
@@ -437,4 +439,4 @@ def ring_words(
     shown = ", ".join(" ".join(map(str, ring)) for ring in distinct[:_SHOWN])
     more = ", ..." if len(distinct) > _SHOWN else ""
     order = " in its simple order" if fallback else ""
-    return f"{counted(channels or len(rings), 'channel')} over {shown}{more}{order}"
+    return f"{spell(channels or len(rings), 'channel')} over {shown}{more}{order}"

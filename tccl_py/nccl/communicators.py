@@ -120,7 +120,7 @@ def main() -> None:
                 if question.proof is not None:
                     ends = folder, rank, version_text(library.version), number
                     threading.Thread(target=_give_up_late, args=ends, daemon=True).start()
-                logs[number] = _made(library, spec, number, rank, folder)
+                logs[number] = _make(library, spec, number, rank, folder)
     except TcclError as error:
         where = f"communicator {number}: " if number >= 0 else ""
         print(f"error: {where}{error}", flush=True)
@@ -128,7 +128,7 @@ def main() -> None:
     _end(folder, rank, RankResult(version=version_text(library.version), logs=logs))
 
 
-def _made(
+def _make(
     library: Library, spec: CommunicatorsSpec, number: int, rank: int, folder: Path
 ) -> CommunicatorLog:
     """Make one communicator with the other ranks, end it, and return its log."""
@@ -150,7 +150,7 @@ def _made(
     _wait_for(id_file)
     begun = log.stat().st_size if log.exists() else 0
     unique_id = bytes.fromhex(id_file.read_text())
-    made, proof = _proven(library, question, unique_id, place, folder)
+    made, proof = _prove(library, question, unique_id, place, folder)
     if made is not None and (proof is None or proof.verdict == "sound"):
         _run_collectives(library, question, made)
     # 3. Abort once all ranks have it: until then they need this rank.
@@ -164,7 +164,7 @@ def _made(
     return CommunicatorLog(log=text, dump=dumped, proof=proof)
 
 
-def _proven(
+def _prove(
     library: Library, question: Question, unique_id: bytes, place: int, folder: Path
 ) -> tuple[int | None, RankProof | None]:
     """Return the communicator, and what a proof saw of it; None where NCCL makes none."""

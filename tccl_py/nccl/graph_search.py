@@ -266,15 +266,15 @@ def _two_nvlink_islands(topo: NcclView) -> bool:
 
 def search_ring(topo: NcclView, *, nodes: int = 1) -> SearchGraph:
     """NCCL's ring search."""
-    return _searched(topo, "ring", nodes, low=1, high=topo.system.rules.max_channels)
+    return _search(topo, "ring", nodes, low=1, high=topo.system.rules.max_channels)
 
 
 def search_tree(topo: NcclView, *, nodes: int = 1, channels: int) -> SearchGraph:
     """NCCL's tree search for exactly as many channels as the ring has."""
-    return _searched(topo, "balanced tree", nodes, low=channels, high=channels)
+    return _search(topo, "balanced tree", nodes, low=channels, high=channels)
 
 
-def _searched(topo: NcclView, pattern: Pattern, nodes: int, *, low: int, high: int) -> SearchGraph:
+def _search(topo: NcclView, pattern: Pattern, nodes: int, *, low: int, high: int) -> SearchGraph:
     """Search, inside a node once for all sets of GPUs that are alike."""
     key = (_shape(topo), pattern, low, high) if nodes == 1 else None
     graph = _GRAPHS.get(key) or _Compute(topo, pattern, nodes, low, high).run()

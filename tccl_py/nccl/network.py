@@ -80,7 +80,7 @@ def nic_pair(hops: Sequence[Hop]) -> NicPair:
     return nic_of(hops[0]), nic_of(hops[-1])
 
 
-def routed(
+def route_nics(
     sender: int, listener: int, step: Sequence[NicPair], *, subnet_routing: bool
 ) -> NicPair | None:
     """Return the NICs of a connection for which NCCL chose these; None where it fails.
@@ -90,9 +90,9 @@ def routed(
     (ncclIbConnectImpl and ncclIbAccept in net_ib/connect.cc of NCCL 2.30.7).
 
     >>> cable = [(0, 1), (2, 3)]
-    >>> routed(1, 1, cable, subnet_routing=True), routed(2, 2, cable, subnet_routing=True)
+    >>> route_nics(1, 1, cable, subnet_routing=True), route_nics(2, 2, cable, subnet_routing=True)
     ((0, 1), (2, 3))
-    >>> routed(1, 0, cable, subnet_routing=True), routed(2, 2, cable, subnet_routing=False)
+    >>> route_nics(1, 0, cable, subnet_routing=True), route_nics(2, 2, cable, subnet_routing=False)
     (None, None)
     """
     if (sender, listener) in step or not subnet_routing:

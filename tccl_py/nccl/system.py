@@ -143,7 +143,7 @@ def build_system(
     rules = version_facts(version)
     below = _fused_tree(machine, chosen, ports, rules)
     system = _nodes(machine, chosen, ports, below, rules)
-    flat = _flattened(machine, below)
+    flat = _flatten(machine, below)
     for cpu in system.cpus:
         _add_below(system, cpu, flat)
     _add_nvlinks(system)
@@ -227,7 +227,7 @@ def _card(nic: Nic) -> str:
     return f"nic {nic.bus_id}" if nic.bus_id else f"nic of {nic.id}"
 
 
-def _flattened(machine: Machine, below: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+def _flatten(machine: Machine, below: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
     """Return the tree with the second level of Broadcom switches merged into the first."""
     merged = _merged_bridges(machine)
     flat = {}

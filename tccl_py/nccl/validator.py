@@ -8,7 +8,7 @@ from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
-from tccl_py.errors import counted, require
+from tccl_py.errors import require, spell
 from tccl_py.files import says
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.rings import neighbours
@@ -120,16 +120,16 @@ def validate_cluster(
         except GraphFaultError as fault:
             faults.append((fault.crash, f"{prefix}{fault}"))
     if faults:
-        return _failed(*max(faults, key=lambda fault: fault[0]))
+        return _fail(*max(faults, key=lambda fault: fault[0]))
     # 2. Connect the rings.
     job = _JobRings([loaded[number] for number in range(len(nodes))], settings)
     try:
         return job.verdict()
     except GraphFaultError as fault:
-        return _failed(fault.crash, str(fault))
+        return _fail(fault.crash, str(fault))
 
 
-def _failed(crash: bool, reason: str) -> Verdict:
+def _fail(crash: bool, reason: str) -> Verdict:
     return Verdict(verdict="crash" if crash else "rejected", reason=reason)
 
 
@@ -381,5 +381,5 @@ class _JobRings:
         if reason:
             return "clipped", reason
         files = "file" if len(kinds) == 1 else "files"
-        loaded = f"{counted(channels, 'channel')} of the {files}"
+        loaded = f"{spell(channels, 'channel')} of the {files}"
         return "used", f"{loaded}, {final} in the end"

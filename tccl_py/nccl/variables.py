@@ -98,7 +98,7 @@ def notices(variables: Mapping[str, str]) -> Iterator[str]:
             yield f"NCCL reads {setting} as {c_integer(text)[0]}: {rest[:60]!r} is no number"
 
 
-def unfollowed(variables: Mapping[str, str]) -> Iterator[str]:
+def list_unfollowed(variables: Mapping[str, str]) -> Iterator[str]:
     """Yield a sentence on each variable that changes NCCL's graphs and is no rule here."""
     for name in sorted({*_UNFOLLOWED} & {*variables}):
         # No rule here merges NICs.

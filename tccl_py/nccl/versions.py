@@ -239,10 +239,10 @@ def version_facts(version: str) -> VersionFacts:
     return replace(facts, verified=facts.name == f"{own[0]}.{own[1]}")
 
 
-def unchecked(version: str) -> str:
+def say_unchecked(version: str) -> str:
     """Return which rules of a version were not checked, as a sentence; "" if all were.
 
-    >>> unchecked("2.28.9"), unchecked("2.21")
+    >>> say_unchecked("2.28.9"), say_unchecked("2.21")
     ('', 'NCCL 2.21 is taken for 2.18, the nearest version that was checked')
     """
     facts, newest = version_facts(version), known_versions()[-1]

@@ -86,7 +86,7 @@ class NcclView:
     @property
     def unsound(self) -> tuple[LinkFact, ...]:
         """The links that no plan may use, and some communicator of these GPUs uses by P2P."""
-        return _unsound(self.machine, self.gpus, self.knowledge, _of_view(self.settings))
+        return _find_unsound(self.machine, self.gpus, self.knowledge, _of_view(self.settings))
 
     def farthest(self, pairs: Iterable[tuple[int, int]]) -> str:
         """Return the name of the farthest path between pairs of GPUs, as NCCL's tuner reads it."""
@@ -185,7 +185,7 @@ def p2p_level(system: System, settings: Settings) -> PathType:
 
 
 @lru_cache(maxsize=64)
-def _surveyed(
+def _survey(
     machine: Machine, gpus: tuple[int, ...], nics: tuple[int, ...], version: str
 ) -> tuple[System, TopoPaths]:
     system = build_system(machine, gpus=gpus, nics=nics, version=version)
@@ -197,7 +197,7 @@ def _view_of(
     machine: Machine, gpus: tuple[int, ...], knowledge: Knowledge, settings: Settings
 ) -> NcclView:
     nics = usable_nics(machine, settings)
-    system, plain = _surveyed(machine, gpus, nics, settings.version)
+    system, plain = _survey(machine, gpus, nics, settings.version)
     level, pairs = p2p_level(system, settings), list(permutations(system.gpus, 2))
     direct = frozenset(pair for pair in pairs if _direct(system, knowledge, plain, level, pair))
     paths = with_policy(plain, direct=direct, settings=settings)
@@ -233,7 +233,7 @@ def _gpus_on(system: System, path: TopoPath) -> list[str]:
 
 
 @lru_cache(maxsize=256)
-def _unsound(
+def _find_unsound(
     machine: Machine, gpus: tuple[int, ...], knowledge: Knowledge, settings: Settings
 ) -> tuple[LinkFact, ...]:
     """Return the facts on links that a communicator of all GPUs uses, or one of their two GPUs."""

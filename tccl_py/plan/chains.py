@@ -12,7 +12,7 @@ import msgspec
 
 from tccl_py.model.links import LinkFact, LinkVerdict, joined_clauses
 from tccl_py.model.machine import Machine
-from tccl_py.model.rings import Hop, Ring, joined, on_host, receiving_nic, sending_nic
+from tccl_py.model.rings import Hop, Ring, join_flows, on_host, receiving_nic, sending_nic
 from tccl_py.model.transfer import Flow
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.system import PathType
@@ -335,7 +335,7 @@ def ring_over_hosts(parts: Sequence[tuple[str, Mapping[int, int], PlanChain]]) -
         crossing = PlanHop(
             source=numbers[out.source],
             target=receiving[into.target],
-            flow=joined(out.flow, into.flow, sender=host, receiver=receiver),
+            flow=join_flows(out.flow, into.flow, sender=host, receiver=receiver),
             rate_gbps=min(out.rate_gbps, into.rate_gbps),
         )
         hops.append(crossing)

@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 
 import msgspec
 
-from tccl_py.errors import InputError, counted
+from tccl_py.errors import InputError, spell
 from tccl_py.files import check_path, encode_json
 from tccl_py.nccl.plugin import LIBRARY, found_library
 from tccl_py.nccl.plugin.index import IndexedSet
@@ -257,7 +257,7 @@ def launch_notes(order: HostGpus, *, directory: str = ".") -> str:
     same = 'index($0, h ".") == 1 || index(h, $0 ".") == 1'
     find = f"$0 == h {{k = NR; exit}} !k && ({same}) {{k = NR}} END {{print k - 1}}"
     line_of = f"$(awk -v h=\"$HOST\" '{find}' {at(HOSTS)})"
-    hosts = counted(len(order), "host")
+    hosts = spell(len(order), "host")
     return f"""\
 NCCL joins hosts in the order of their ranks; each rank uses the GPU that {RANK_MAP} has for it.
 To start {ranks} ranks on {hosts} in this order:

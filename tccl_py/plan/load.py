@@ -15,7 +15,7 @@ from shlex import quote
 import msgspec
 
 from tccl_py.errors import InputError, check_type, require
-from tccl_py.files import decode_json, missing, read_text, refused
+from tccl_py.files import decode_json, explain_errors, missing, read_text
 from tccl_py.model.cluster import check_cluster, shown
 from tccl_py.model.machine import Machine
 from tccl_py.model.rings import receiving_nic, sending_nic
@@ -59,7 +59,7 @@ def load_plan(path: Path | str) -> Plan:
 
 def is_directory(path: Path) -> bool:
     """Return whether a plan's path is a directory (InputError: the system does not take it)."""
-    with refused(path, "cannot be read", _RIGHT):
+    with explain_errors(path, "cannot be read", _RIGHT):
         return path.is_dir()
 
 

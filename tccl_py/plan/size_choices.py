@@ -14,7 +14,7 @@ from itertools import groupby
 import msgspec
 from msgspec.structs import replace
 
-from tccl_py.errors import counted, size_text
+from tccl_py.errors import size_text, spell
 from tccl_py.files import fill
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.rings import neighbours
@@ -156,7 +156,7 @@ def _failed_search(model: CostModel, rows: Sequence[SizeChoice]) -> str:
         f"NCCL's {failed} fails and takes its simple order, with a bandwidth of "
         f"{FALLBACK_GBPS} GB/s (so it expects far too long times){never}{cut}, and "
         f"{size_text(_SMALL)} of all-reduce take "
-        f"{counted(small.channels, 'channel')} of {small.algorithm} {small.protocol}"
+        f"{spell(small.channels, 'channel')} of {small.algorithm} {small.protocol}"
     )
 
 

@@ -24,10 +24,10 @@ from tccl_py.files import (
     check_version,
     decode_json,
     encode_json,
+    explain_errors,
     lock,
     read_bytes,
     read_text,
-    refused,
     sweep,
     sweep_beside,
 )
@@ -156,7 +156,7 @@ def write_with_plan(
 
     Raises InputError: a file cannot be written; the earlier files are still there.
     """
-    with refused(directory, "cannot be written", SPACE):
+    with explain_errors(directory, "cannot be written", SPACE):
         _tidy(directory)
     staged = {**with_manifest(files), _MARK: ""}
     with _staged(staged, directory, STAGING, directory) as staging:
@@ -165,7 +165,7 @@ def write_with_plan(
         except InputError as error:
             fault = f"the plan could not be read again, so none was written ({error.what})"
             raise InputError(str(directory), fault, f"{error.right}; report this fault") from error
-        with refused(directory, "cannot be written", SPACE):
+        with explain_errors(directory, "cannot be written", SPACE):
             (staging / TABLES).mkdir(exist_ok=True)
             _replace(staging, directory, findings)
 
@@ -189,7 +189,7 @@ def locked(directory: Path) -> Iterator[None]:
     The remains of a killed run are undone or swept first. Raises InputError: another run has it, or
     it cannot be opened.
     """
-    with refused(directory, "cannot be opened", "name a readable place"):
+    with explain_errors(directory, "cannot be opened", "name a readable place"):
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         if not lock(descriptor, directory):
@@ -197,7 +197,7 @@ def locked(directory: Path) -> Iterator[None]:
             end = time.monotonic() + _REPLACING_S
             while _is_replaced(directory) and time.monotonic() < end:
                 time.sleep(_NAP_S)
-        with refused(directory, "cannot be tidied up", "make it writable"):
+        with explain_errors(directory, "cannot be tidied up", "make it writable"):
             _tidy(directory)
         yield
     finally:
@@ -209,7 +209,7 @@ def write_new_directory(output: Path, files_of: Callable[[Path], Files]) -> int:
 
     Raises InputError: it exists, or cannot be written; nothing is left then.
     """
-    with refused(output, "cannot be written", SPACE):
+    with explain_errors(output, "cannot be written", SPACE):
         check_path(output.absolute())
         if output.exists() or output.is_symlink():
             raise InputError(str(output), "already exists", "name a new directory")
@@ -255,14 +255,17 @@ def _staged(
     """
     sweep(directory, prefix)
     staging = directory / (prefix + os.urandom(4).hex())
-    with refused(target, "cannot be written", SPACE):
+    with explain_errors(target, "cannot be written", SPACE):
         # Whatever the umask: NCCL's plugin trusts nothing that a group can write.
         staging.mkdir(mode=0o755)
         descriptor = os.open(staging, os.O_RDONLY | os.O_DIRECTORY)
     try:
         lock(descriptor, staging)
         # Each file waits for the disk, which takes many at once as well as one.
-        with refused(target, "cannot be written", SPACE), ThreadPoolExecutor(_WRITERS) as writers:
+        with (
+            explain_errors(target, "cannot be written", SPACE),
+            ThreadPoolExecutor(_WRITERS) as writers,
+        ):
             for name in sorted({str(parent) for file in files for parent in Path(file).parents}):
                 (staging / name).mkdir(mode=0o755, exist_ok=True)
             # Of equal files, as graphs of equal hosts, one waits where the others may be links.

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from tccl_py.errors import InputError
-from tccl_py.files import check_version, decode_json, encode_line, picked, read_text
+from tccl_py.files import check_version, decode_json, encode_line, pick, read_text
 from tccl_py.model.cluster import NodeClass, gpus_text, shown
 from tccl_py.model.rings import Hop, Ring
 from tccl_py.nccl.graph_search import DefaultChain
@@ -176,7 +176,7 @@ class ClassRates:
         for (settings, _), best in self._best.items():
             if best is not None:
                 chains = self._between.get((settings, best.pairs)) or best
-                marks = picked(best, "bound_gbps", "bound_assumptions", "best", "chosen")
+                marks = pick(best, "bound_gbps", "bound_assumptions", "best", "chosen")
                 answers[settings, best.pairs] = msgspec.structs.replace(chains, **marks)
         for key, answer in self._between.items():
             if answer is not None:

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from tccl_py.errors import check_type, counted
-from tccl_py.files import fill, picked, says
+from tccl_py.errors import check_type, spell
+from tccl_py.files import fill, pick, says
 from tccl_py.model.cluster import compress
 from tccl_py.nccl.settings import (
     Settings,
@@ -256,7 +256,7 @@ def summary(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "pinned", pinned_env_text(plan.pinned_env)
     done = "simulated" if plan.simulated else "measured"
     more = f"{plan.sets_remembered} from memory or journal, {plan.sets_by_symmetry} by symmetry"
-    cost = f"{counted(plan.sets_measured, 'set')} {done}, {more}"
+    cost = f"{spell(plan.sets_measured, 'set')} {done}, {more}"
     yield "cost", cost if _is_measured(plan) else "none: by the tables of a cluster's plan"
 
 
@@ -314,14 +314,14 @@ def _plugin_text(plan: Plan) -> str:
     needed, optional = map(shell_text, files.variables)
     more = f"default NCCL with {needed}" if needed else "default NCCL"
     if optional and plan.is_by_variables:
-        count = counted(len(sets), "set")
+        count = spell(len(sets), "set")
         return f"{optional} for communicators over {count} of GPUs; {more} for others"
     rates = [rings.rate_gbps for _, _, rings in subset_files(plan)]
     if not rates:
         return f"{more} for every communicator"
     spread = " to ".join(dict.fromkeys((f"{min(rates):.2f}", f"{max(rates):.2f}")))
     return (
-        f"a graph file for communicators over {counted(len(rates), 'set')} of GPUs, "
+        f"a graph file for communicators over {spell(len(rates), 'set')} of GPUs, "
         f"{spread} GB/s (`tccl show --sets`); {more} for others"
     )
 
@@ -370,7 +370,7 @@ def recommended_words(plan: Plan) -> str:
 
 
 def _channels(settings: Settings) -> str:
-    return counted(settings.channels, "channel")
+    return spell(settings.channels, "channel")
 
 
 class ShownChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -447,7 +447,7 @@ def show_plan(plan: Plan) -> ShownPlan:
     keys = ("rate_gbps", "bound_gbps", "proven", "sets_measured", "simulated", "assumed")
     return ShownPlan(
         **of_kind,
-        **picked(plan, *keys, "dry_run", "settings", "recommended", "cancelled"),
+        **pick(plan, *keys, "dry_run", "settings", "recommended", "cancelled"),
         rings=plan.channel_rings,
         environment=environment(plan.settings),
         kept=dict(plan.pinned_env),
@@ -473,7 +473,7 @@ def diff(plan: Plan, other: Plan) -> dict[str, tuple[Any, Any]]:
             "machines": tuple(node_class.machine.name for node_class in of.cluster.classes),
             "hosts": of.host_order,
             "gpus": of.class_gpus,
-            **picked(of, *names),
+            **pick(of, *names),
             "default_gbps": of.choices["default"].rate_gbps,
             "large_buffers_gbps": large.rate_gbps
             if (large := of.choices.get("large-buffers"))

@@ -18,7 +18,7 @@ from tccl_py.nccl.connections import (
     tree_connections,
 )
 from tccl_py.nccl.graph_search import DefaultChoice, default_choice_or_sys
-from tccl_py.nccl.network import NicPair, routed
+from tccl_py.nccl.network import NicPair, route_nics
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.plan.chains import MOST_FAILING, Choice, FailingPair, Failure
 from tccl_py.plan.tables import ClassRates, OwnChains
@@ -186,7 +186,7 @@ def _way(
 ) -> NicPair | None:
     """Return the NICs of a connection along cables; None where none joins its ends."""
     step = steps.get((names[link.host], names[link.peer]), ())
-    return routed(link.nic, link.far, step, subnet_routing=subnet_routing)
+    return route_nics(link.nic, link.far, step, subnet_routing=subnet_routing)
 
 
 def notices_of_cables(cluster: Cluster, settings: Settings) -> Iterator[str]:
@@ -216,7 +216,7 @@ def facing_ports(cluster: Cluster) -> Iterator[str]:
     facing = []
     for (a, b), step in steps.items():
         machine = cluster.classes[cluster.host_classes[a]].machine
-        lost = {nic for nic in nics[a] if routed(nic, nic, step, subnet_routing=True) is None}
+        lost = {nic for nic in nics[a] if route_nics(nic, nic, step, subnet_routing=True) is None}
         if lost:
             names = ", ".join(nic.name for nic in machine.nics if nic.index in lost)
             facing.append(f"{a} to {b} by {names}")

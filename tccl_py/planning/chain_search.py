@@ -8,10 +8,10 @@ from contextlib import suppress
 import msgspec
 
 from tccl_py.errors import BudgetSpentError, InputError, MeasurementError, SearchError
-from tccl_py.files import picked
+from tccl_py.files import pick
 from tccl_py.model.cluster import NodeClass
 from tccl_py.model.machine import Machine, Nic
-from tccl_py.model.measurement import Measurement, dealt
+from tccl_py.model.measurement import Measurement, deal_out
 from tccl_py.model.rings import HopSpace, RingSet
 from tccl_py.model.symmetry import Symmetry, automorphisms
 from tccl_py.nccl.graph_search import DefaultChoice, default_choice, default_choice_or_sys
@@ -243,7 +243,7 @@ class ClassStudy(ClassRates):
         """Return the best chains under their settings."""
         measurement = self.task.source.measure([choice.rings.flows])[0]
         best = self._rated_chains(choice.settings, choice.rings, measurement)
-        marks = picked(choice, "rate_gbps", "bound_gbps", "bound_assumptions")
+        marks = pick(choice, "rate_gbps", "bound_gbps", "bound_assumptions")
         return msgspec.structs.replace(best, **marks, best=True, chosen=chosen)
 
     def best_under(self, settings: Settings, count: int) -> KeptChains | None:
@@ -353,7 +353,7 @@ class ClassStudy(ClassRates):
         self, settings: Settings, rings: RingSet, measurement: Measurement
     ) -> KeptChains:
         """Return measured chains by the table's numbers of settings and hops."""
-        rates = dealt(measurement.transfers.flows, measurement.gbps)
+        rates = deal_out(measurement.transfers.flows, measurement.gbps)
         return KeptChains(
             under=self._settings.setdefault(settings, len(self._settings)),
             pairs=tuple(sorted(nic_pair(c.hops) for c in rings.rings if c.hops[0].source == WORLD)),
@@ -386,8 +386,8 @@ def needed_variables(task: Task, default: Stock | None) -> Iterator[Stock]:
 
 def _own_chains(default: Stock) -> OwnChains:
     return OwnChains(
-        **picked(default, "settings", "rate_gbps"),
-        **picked(default.nccl, "chains", "cross_nic", "fallback"),
+        **pick(default, "settings", "rate_gbps"),
+        **pick(default.nccl, "chains", "cross_nic", "fallback"),
         distinct=len(default.rings.rings),
         error=interval(default.measurement),
         assumed=default.measurement.assumed,

@@ -12,7 +12,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from tccl_py.errors import InputError, MeasurementError, SearchError
-from tccl_py.files import picked
+from tccl_py.files import pick
 from tccl_py.merge.cables import cabled_ring
 from tccl_py.model.cluster import Cluster, Host, NodeClass, cabled_nics, gpus_text
 from tccl_py.model.measurement import BandwidthSource
@@ -153,7 +153,7 @@ class SeveralHosts:
         kinds = (of_transports(kind) for task in tasks for kind in mechanisms(task))
         changes = ("p2p_level", "net_disable_intra")
         settings = dict.fromkeys(
-            replace(tasks[0].default_settings, **picked(kind, *changes)) for kind in kinds
+            replace(tasks[0].default_settings, **pick(kind, *changes)) for kind in kinds
         )
         # Of equal ones that without P2P.
         rates = {

@@ -10,11 +10,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import msgspec
 
 from tccl_py.errors import MeasurementError
-from tccl_py.files import picked
+from tccl_py.files import pick
 from tccl_py.model.cluster import Cluster
 from tccl_py.model.measurement import BandwidthSource
-from tccl_py.model.reports import part_of, split
-from tccl_py.model.rings import joined, on_host
+from tccl_py.model.reports import part_of, split_classes
+from tccl_py.model.rings import join_flows, on_host
 from tccl_py.model.transfer import TransferSet, transfer_set
 from tccl_py.plan.chains import PlanChain
 from tccl_py.plan.plan import Plan
@@ -93,7 +93,7 @@ class HostsRequest(msgspec.Struct, frozen=True):
         # tables that are still missing are said to be again.
         before = (n for n in self.notices if n != TUNED_NOTE and NO_TABLE not in n)
         of_classes = [sources.get(node_class.name) for node_class in cluster.classes]
-        more = picked(self, "kept", "reporter", "tables")
+        more = pick(self, "kept", "reporter", "tables")
         made = plan_hosts(self.request, cluster, of_classes, **more)
         texts = dict.fromkeys((*before, *made.notices, *notices))
         return msgspec.structs.replace(made, notices=tuple(texts))
@@ -154,7 +154,7 @@ def plan_unmeasured(
         notes = _told(f"added as equal to {name}, without any sample", new)
     elif new:
         if why := difference(source, samples.get(number, ())):
-            cluster = split(cluster, [new])
+            cluster = split_classes(cluster, [new])
             notes = (f"the new hosts: {why}; planned as a class of their own",)
         # Hosts with cables at other ports are of other classes.
         sources |= {cluster.classes[cluster.host_classes[host]].name: source for host in new}
@@ -170,7 +170,7 @@ def _split(cluster: Cluster, causes: Mapping[str, str]) -> tuple[Cluster, tuple[
     single, more = list(causes)[:MOST_ODD], list(causes)[MOST_ODD:]
     notes = tuple(f"host {name}: {causes[name]}; planned as a class of its own" for name in single)
     notes += _told("more hosts differ from their class, and stay in it", more)
-    return split(cluster, [[name] for name in single]), notes
+    return split_classes(cluster, [[name] for name in single]), notes
 
 
 def _odd_in_classes(
@@ -260,5 +260,5 @@ def whole_ring(plan: Plan) -> TransferSet:
         for chain, onto in zip(chains, onward, strict=True):
             flows += [on_host(hop.flow, host.name) for hop in chain.hops[1:-1]]
             out, into = chain.hops[-1].flow, onto.hops[0].flow
-            flows.append(joined(out, into, sender=host.name, receiver=following.name))
+            flows.append(join_flows(out, into, sender=host.name, receiver=following.name))
     return transfer_set(flows)

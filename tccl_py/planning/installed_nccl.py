@@ -15,7 +15,7 @@ from tccl_py.nccl.asked import (
     RefusedError,
     ask_each,
     ask_together,
-    judged,
+    judge_file,
     verdict_on,
 )
 from tccl_py.nccl.communicators import Question
@@ -177,7 +177,7 @@ def verdict_here(
     try:
         why = why_not_asked(chosen)
         if not why:
-            return judged(variables, chosen, text, where=where)
+            return judge_file(variables, chosen, text, where=where)
     except MeasurementError as error:
         why = str(error)
     raise InputError("the NCCL here", f"cannot be asked: {why}", _DESCRIBED)

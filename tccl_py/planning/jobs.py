@@ -22,7 +22,7 @@ from tccl_py.model.cluster import (
     shown,
 )
 from tccl_py.model.measurement import mark
-from tccl_py.model.reports import restricted
+from tccl_py.model.reports import restrict
 from tccl_py.model.symmetry import Permutation, automorphisms, mapping, onto, relabelled_hop
 from tccl_py.model.transfer import index_of
 from tccl_py.nccl.connections import default_channels
@@ -165,7 +165,7 @@ def job_cluster(
     return keys, Cluster(
         hosts=tuple(Host(name=n, node_class=numbers[k], slots=len(k[1])) for n, k in used.items()),
         classes=tuple(classes),
-        switches=None if tree is None else restricted(tree, used),
+        switches=None if tree is None else restrict(tree, used),
         rails=plan.cluster.rails,
         cables=cables_among(plan.cluster.cables, used),
     )

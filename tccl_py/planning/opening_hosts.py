@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tccl_py.errors import InputError, counted, require
-from tccl_py.files import picked
+from tccl_py.errors import InputError, require, spell
+from tccl_py.files import pick
 from tccl_py.model.cluster import Cluster, cabled_nics, check_cluster, compress
 from tccl_py.model.links import Proof
-from tccl_py.model.reports import HostReport, cluster_of, part_of, split
+from tccl_py.model.reports import HostReport, cluster_of, part_of, split_classes
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import PLAN_FILE
@@ -182,7 +182,7 @@ def _of_job(
     source = stack.enter_context(opened)
     proofs: dict[str, Proof] = {}
     if request.backend != "host":
-        say(f"{counted(len(source.session.hosts), 'host')} prove the links between their GPUs")
+        say(f"{spell(len(source.session.hosts), 'host')} prove the links between their GPUs")
         proofs = source.session.proofs(force=request.prove)
         asked_version = None if known else request.version
         version = asked_version or version_to_plan(say, source.session.hosts[0].nccl)
@@ -252,7 +252,7 @@ def simulated_cluster(
 
     Raises InputError: neither, too few or too many, or both and they differ.
     """
-    listed, of_model = _listed(nodes, hosts, known), picked(model, "machine", "knowledge")
+    listed, of_model = _listed(nodes, hosts, known), pick(model, "machine", "knowledge")
     reports = _new_reports(listed, of_model, known)
     return _cluster(reports, switches, known, where=hosts or "cluster")
 
@@ -274,7 +274,7 @@ def named_cluster(known: Cluster, hosts: Sequence[HostSlots], switches: Path | N
     if further:
         fault = f"are of one of {1 + len(further)} classes"
         raise InputError("`hosts`", fault, "start ranks on them: then their class is found out")
-    reports = _new_reports(hosts, picked(kind, "machine", "knowledge"), known)
+    reports = _new_reports(hosts, pick(kind, "machine", "knowledge"), known)
     return _cluster(reports, switches, known, where="`hosts`")
 
 
@@ -340,7 +340,7 @@ def _cluster(
     for name, number in cluster.host_classes.items():
         groups[number, frozenset(nics[name])].append(name)
     cabled = msgspec.structs.replace(cluster, cables=tuple(cables))
-    return split(check_cluster(cabled, where=where), groups.values())
+    return split_classes(check_cluster(cabled, where=where), groups.values())
 
 
 def _listed(nodes: int | None, text: str | None, known: Cluster | None) -> tuple[HostSlots, ...]:

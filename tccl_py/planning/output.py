@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tccl_py.errors import InputError
-from tccl_py.files import check_path, missing, refused
+from tccl_py.files import check_path, explain_errors, missing
 from tccl_py.model.measurement import JOURNAL_FILE
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.staging import FOLDERS, PLAN_FILE, locked, make, unmake
@@ -26,7 +26,7 @@ def output_directory(directory: Path, *, force: bool | None) -> Iterator[Path]:
     """
     made: list[Path] = []
     unusable = "cannot be made", "name a writable place"
-    with _taken_away(made), refused(directory, *unusable):
+    with _taken_away(made), explain_errors(directory, *unusable):
         check_path(directory.absolute())
         if not directory.is_dir() and (directory.exists() or directory.is_symlink()):
             fault = missing(directory, "is no directory")
@@ -35,7 +35,7 @@ def output_directory(directory: Path, *, force: bool | None) -> Iterator[Path]:
     # Not taken away if another run has it by now.
     journal = directory / JOURNAL_FILE
     with locked(directory), _taken_away(made, journal):
-        with refused(directory, *unusable):
+        with explain_errors(directory, *unusable):
             _check_held(directory, force=force)
         yield journal
 

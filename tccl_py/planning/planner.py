@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tccl_py.errors import BudgetSpentError, InputError, check_type, counted, require
-from tccl_py.files import picked
+from tccl_py.errors import BudgetSpentError, InputError, check_type, require, spell
+from tccl_py.files import pick
 from tccl_py.model.cluster import Cluster, doubtful_uplinks, single_host
 from tccl_py.model.machine import Knowledge, Machine
-from tccl_py.model.measurement import BandwidthSource, Measurement, dealt
+from tccl_py.model.measurement import BandwidthSource, Measurement, deal_out
 from tccl_py.nccl.settings import Settings, check_settings, pinned_level, pinned_values
 from tccl_py.nccl.versions import ASSUMED, plain_version
 from tccl_py.nccl.view import view
@@ -203,7 +203,7 @@ class OneHost:
         if source is None:
             fault, right = "has no source", "give one that measures its GPUs"
             raise InputError(f"host {cluster.names[0]}", fault, right)
-        few = f"has {counted(len(gpus[0]), 'GPU')} to plan for"
+        few = f"has {spell(len(gpus[0]), 'GPU')} to plan for"
         require(len(gpus[0]) > 1, f"host {cluster.names[0]}", few, "a ring joins 2 or more")
         counts = request.ring_counts or (RING_COUNTS if len(gpus[0]) <= 8 else FEW_RING_COUNTS)
         more: dict[str, Any] = {"ring_counts": counts, "fewest_first": request.ring_counts is None}
@@ -223,9 +223,9 @@ class OneHost:
         best, measurement = _final(task, rated.variables, search.best)
         results = [c.result for c in (*search.searched, best) if c.result is not None]
         self.sets_by_symmetry = sum(result.sets_by_symmetry for result in results)
-        rates = dealt(measurement.transfers.flows, measurement.gbps)
+        rates = deal_out(measurement.transfers.flows, measurement.gbps)
         joined = JoinedRings(
-            **picked(best, "settings", "rate_gbps", "bound_gbps", "bound_assumptions"),
+            **pick(best, "settings", "rate_gbps", "bound_gbps", "bound_assumptions"),
             rings=len(best.rings.rings),
             hosts=self.cluster.names,
             chains=(

@@ -25,10 +25,10 @@ from tccl_py.model.measurement import (
     BandwidthSource,
     Measurement,
     NicTransport,
-    dealt,
+    deal_out,
 )
 from tccl_py.model.reports import part_of
-from tccl_py.model.rings import entering, joined, leaving, on_host, receiving_nic, sending_nic
+from tccl_py.model.rings import entering, join_flows, leaving, on_host, receiving_nic, sending_nic
 from tccl_py.model.transfer import Fifo, Flow, Place, Transfer, TransferSet, transfer_set
 from tccl_py.planning.chain_search import used_nics
 from tccl_py.sources.bench import Bench
@@ -134,7 +134,7 @@ class PlacedSource:
         answers = []
         for answer in self._told(ask, measured, flows):
             # Equal flows share their rates out.
-            rows = dealt(answer.transfers.flows, answer.samples_gbps)
+            rows = deal_out(answer.transfers.flows, answer.samples_gbps)
             placed, repeats = iter(flows), len(answer.samples_gbps[0])
             samples = tuple(
                 (assumed[flow],) * repeats if flow in assumed else rows[next(placed)].pop(0)
@@ -176,10 +176,12 @@ class PlacedSource:
         out, into = sending_nic(flow), receiving_nic(flow)
         if out is not None:
             sink = self._far_end(out, flow, concurrent)
-            return joined(flow, sink, sender=placement.host, receiver=placement.ends[out].host)
+            return join_flows(flow, sink, sender=placement.host, receiver=placement.ends[out].host)
         if into is not None:
             spring = self._far_end(into, flow, concurrent)
-            return joined(spring, flow, sender=placement.ends[into].host, receiver=placement.host)
+            return join_flows(
+                spring, flow, sender=placement.ends[into].host, receiver=placement.host
+            )
         return on_host(flow, placement.host)
 
     def _far_end(self, nic: int, flow: Flow, concurrent: Sequence[Flow]) -> Flow:

@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tccl_py.errors import InputError, check_type, counted, require
+from tccl_py.errors import InputError, check_type, require, spell
 from tccl_py.model.cluster import NodeClass
 from tccl_py.model.measurement import BandwidthSource, Sources
 from tccl_py.model.rings import HopSpace, nics_of, ring_like, ring_set
@@ -71,8 +71,8 @@ def _rate_on_host(
 ) -> float:
     """Return the bandwidth of GPU orders on a host that has this path in the plan."""
     channels = blocks_of_ring(class_view(plan, path.node_class, settings), 1)
-    fault = f"are {counted(len(orders), 'different ring')}"
-    right = f"settings that end in {counted(channels, 'channel')} take a number that divides it"
+    fault = f"are {spell(len(orders), 'different ring')}"
+    right = f"settings that end in {spell(channels, 'channel')} take a number that divides it"
     require(channels % len(orders) == 0, "rings", fault, right)
     space = path_space(plan, path, settings, len(orders))
     rings = []

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 
-from tccl_py.errors import InputError, check_type, counted, require
+from tccl_py.errors import InputError, check_type, require, spell
 from tccl_py.files import check_value
 from tccl_py.model.cluster import Cluster, NodeClass, parse_gpus
 from tccl_py.model.links import LinkFact, Proof
@@ -316,7 +316,7 @@ def chosen_gpus(machine: Machine, gpus: Sequence[int] | str | None) -> tuple[int
     for index in indices:
         check_type(index, "gpus", int)
     chosen = tuple(sorted({machine.gpu(index).index for index in indices}))
-    few = f"has {counted(len(chosen), 'GPU')} to plan for"
+    few = f"has {spell(len(chosen), 'GPU')} to plan for"
     require(len(chosen) > 1, where, few, "a ring joins 2 or more")
     return chosen
 

@@ -9,14 +9,14 @@ from itertools import accumulate, chain
 import msgspec
 
 from tccl_py.errors import MeasurementError, SearchError
-from tccl_py.files import picked
+from tccl_py.files import pick
 from tccl_py.model.cluster import Cluster
 from tccl_py.model.measurement import BandwidthSource, Measurement
 from tccl_py.model.rings import Ring, RingSet, nics_of
 from tccl_py.model.transfer import Fifo, Flow, Place, Transfer, TransferSet, transfer_set
 from tccl_py.nccl.graph_search import DefaultChoice
 from tccl_py.nccl.settings import Settings
-from tccl_py.nccl.versions import unchecked, version_facts
+from tccl_py.nccl.versions import say_unchecked, version_facts
 from tccl_py.nccl.view import NcclView
 from tccl_py.plan.chains import (
     Choice,
@@ -272,10 +272,10 @@ def assembled(
     graph = Choice(
         name="graph",
         predicted_gbps=joined.rate_gbps,
-        **picked(joined, "settings", "error", "assumed"),
+        **pick(joined, "settings", "error", "assumed"),
     )
     plan = Plan(
-        **picked(joined, "bound_gbps", "bound_assumptions"),
+        **pick(joined, "bound_gbps", "bound_assumptions"),
         choices={choice.name: choice for choice in (*rated, graph)},
         cluster=cluster,
         class_gpus=tuple(class_gpus),
@@ -289,7 +289,7 @@ def assembled(
         sets_measured=0,
         sets_remembered=0,
         sets_by_symmetry=0,
-        notices=(*notices, *filter(None, [unchecked(version)]), *other_count),
+        notices=(*notices, *filter(None, [say_unchecked(version)]), *other_count),
         pinned_env=dict(request.pinned_env),
         cancelled=cancelled,
     )

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from tccl_py.errors import InputError, require
-from tccl_py.files import picked
+from tccl_py.files import pick
 from tccl_py.model.cards import assume_p2p, has_gpu_direct
 from tccl_py.model.machine import (
     Fingerprint,
@@ -94,7 +94,7 @@ def machine_of(facts: DriverFacts, files: HostFiles) -> Machine:
         bridges=tree.built(names),
         gpus=tuple(
             Gpu(
-                **picked(gpu, "index", "bus_id", "sm", "name"),
+                **pick(gpu, "index", "bus_id", "sm", "name"),
                 parent=place.bridge or names[place.numa_id],
                 link=place.link,
                 gdr=has_gpu_direct(gpu.name),

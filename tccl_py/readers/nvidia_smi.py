@@ -35,7 +35,7 @@ from typing import Any
 
 import msgspec
 
-from tccl_py.errors import InputError, counted, require
+from tccl_py.errors import InputError, require, spell
 from tccl_py.files import read_text
 from tccl_py.model.cards import GTS, assume_p2p, card_of
 from tccl_py.model.cluster import shown
@@ -365,7 +365,7 @@ def _gpus_seen(lines: Sequence[str], gpus: Sequence[int], where: str) -> dict[in
     # A list without indices has all GPUs in order.
     listed = [one for one in unnumbered if len(unnumbered) == len(gpus) or card_of(one.name)]
     if listed and not seen:
-        fault = f"names {counted(len(listed), 'GPU')}, and {_MATRIX} has {len(gpus)}"
+        fault = f"names {spell(len(listed), 'GPU')}, and {_MATRIX} has {len(gpus)}"
         require(len(listed) == len(gpus), where, fault, _SAME)
         ordered = sorted(listed, key=lambda one: bus_order(one.bus_id) if one.bus_id else ())
         for index, one in zip(gpus, ordered, strict=True):

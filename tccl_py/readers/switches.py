@@ -47,7 +47,7 @@ from tccl_py.model.cluster import (
     check_hosts_once,
     shown,
 )
-from tccl_py.model.reports import restricted
+from tccl_py.model.reports import restrict
 from tccl_py.readers.cables import Ports, described
 from tccl_py.readers.hosts import MAX_BYTES, expand
 
@@ -311,7 +311,7 @@ def _joined(parts: Iterable[_Part], *, where: str, hosts: Iterable[str] | None) 
         raise InputError(by_name[name][0], fault, "every switch hangs from a root")
     tree = tops[0] if len(tops) == 1 else SwitchTree(name="", switches=tops)
     if hosts is not None:
-        return restricted(tree, hosts, where=where)
+        return restrict(tree, hosts, where=where)
     check_hosts_once(tree, set(tree.all_hosts), where)
     return tree
 

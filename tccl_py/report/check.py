@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 
 from tccl_py.errors import size_text
 from tccl_py.experiments.preflight import Preflight, Problem
-from tccl_py.files import fill, picked, says
+from tccl_py.files import fill, pick, says
 from tccl_py.health.drift import metric
 from tccl_py.model.links import Proof
 from tccl_py.model.transfer import Flow, TransferSet
@@ -77,7 +77,7 @@ def report_check(plan: Plan, found: Preflight, links: Proof | None) -> Checked:
     drift, more = found.drift, dict[str, Any]()
     if found.arm is not None:
         rates = (fill(Bandwidth, row, p=row.compared.p) for row in found.rates)
-        more = {**picked(found, "ok", "collective"), "values_right": not found.arm.wrong}
+        more = {**pick(found, "ok", "collective"), "values_right": not found.arm.wrong}
         more |= {"findings": found.problems, "collectives_checked": found.checked}
         more |= {"bandwidths": tuple(rates)}
     changes = (
@@ -87,7 +87,7 @@ def report_check(plan: Plan, found: Preflight, links: Proof | None) -> Checked:
         Checked,
         drift,
         **more,
-        **picked(plan, "simulated", "dry_run"),
+        **pick(plan, "simulated", "dry_run"),
         machine=plan_name(plan),
         sets_compared=len(drift.sets),
         changes=tuple(changes),

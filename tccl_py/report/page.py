@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from tccl_py import __version__
 from tccl_py.errors import InputError
-from tccl_py.files import refused
+from tccl_py.files import explain_errors
 from tccl_py.health.host import listed
 from tccl_py.model.cluster import compress
 from tccl_py.model.machine import NumaNode
@@ -245,7 +245,7 @@ def check_replaceable(target: Path, directory: Path, *, force: bool) -> None:
     inside = Path(os.path.realpath(target)).is_relative_to(os.path.realpath(directory))
     if force and not inside:
         return
-    with refused(target, "cannot be read", "name another file"):
+    with explain_errors(target, "cannot be read", "name another file"):
         if not target.is_file():
             return
         with target.open("rb") as file:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import msgspec
 
-from tccl_py.errors import counted, size_text
+from tccl_py.errors import size_text, spell
 from tccl_py.experiments.record import Verification
 from tccl_py.experiments.size_table import SizeRow, SizeTuning, covers
 from tccl_py.experiments.spec import GIB, KIB, MIB, Row, TunerChoice
@@ -85,7 +85,7 @@ def tuning_facts(tuning: SizeTuning) -> list[str]:
     return [
         f"entries over {tuning.arm}: {len(tuning.entries)}, measured on GPUs "
         f"{','.join(map(str, tuning.gpus))}; other sizes are NCCL's own choice",
-        f"predictions of gains found right by {counted(tuning.jobs, 'fresh job')}: "
+        f"predictions of gains found right by {spell(tuning.jobs, 'fresh job')}: "
         f"{right} of {predicted}",
         *[f"by the plugin, at and between the sizes of entries: {times}"] * bool(tuning.entries),
         f"ranks differ by {tuning.skew:.1%} at most; {tuning.seconds:.0f} s",

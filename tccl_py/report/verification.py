@@ -24,7 +24,7 @@ from tccl_py.experiments.record import (
 from tccl_py.experiments.size_table import SizeTuning
 from tccl_py.experiments.spec import Groups, WrongValue, is_large
 from tccl_py.experiments.trade_offs import TradeOff, trade_offs
-from tccl_py.files import fill, picked, says
+from tccl_py.files import fill, pick, says
 from tccl_py.model.measurement import Backend, mark
 from tccl_py.nccl.settings import Settings
 from tccl_py.plan.chains import ChoiceName
@@ -129,7 +129,7 @@ def _arm(result: Verification, arm: ArmResult) -> VerifiedArm:
         VerifiedArm,
         arm,
         objections=result.objections(arm),
-        **picked(arm.large, "ratio", "low", "high"),
+        **pick(arm.large, "ratio", "low", "high"),
         **{name: tuple(map(_row, of)) for name, of in rows.items()},
         not_recommended=tuple(row.bytes for row in arm.sizes if row in arm.losses),
         rings=arm.rings and fill(SameRings, arm.rings),

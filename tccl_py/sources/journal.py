@@ -24,9 +24,9 @@ from tccl_py.files import (
     check_version,
     decode_json,
     encode_line,
+    explain_errors,
     lock,
     reading,
-    refused,
     replacement,
 )
 from tccl_py.model.measurement import (
@@ -165,7 +165,7 @@ class JournalFile:
     def __init__(self, path: Path, header: JournalHeader, *, replace: bool = False) -> None:
         self._path = path
         self.notices: tuple[str, ...] = ()
-        with refused(path, *_UNWRITABLE):
+        with explain_errors(path, *_UNWRITABLE):
             if replace and (why := _why_not_resumable(path, header)):
                 old = path.replace(path.with_name(path.name + ".old"))
                 self.notices = (f"{why}: it is now {old.name}, and all is measured again",)
@@ -200,11 +200,11 @@ class JournalFile:
         self._write(measurement)
 
     def _truncate(self, length: int) -> None:
-        with refused(self._path, *_UNWRITABLE):
+        with explain_errors(self._path, *_UNWRITABLE):
             self._file.truncate(length)
 
     def _write(self, record: JournalHeader | Measurement) -> None:
-        with refused(self._path, *_UNWRITABLE):
+        with explain_errors(self._path, *_UNWRITABLE):
             self._file.write(encode_line(record))
             self._file.flush()
 
@@ -224,7 +224,7 @@ def widen_journal(path: Path, header: JournalHeader) -> None:
     earlier = read_journal(path).header
     if earlier.covers(header):
         return
-    with reading(path) as old, refused(path, *_UNWRITABLE):
+    with reading(path) as old, explain_errors(path, *_UNWRITABLE):
         old.readline(MAX_LINE_BYTES)
         with replacement(path, mode=stat.S_IMODE(path.stat().st_mode)) as new:
             new.write(encode_line(earlier.joined(header)))

@@ -13,7 +13,7 @@ import msgspec
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.files import says
 from tccl_py.model.machine import Knowledge, Machine
-from tccl_py.model.measurement import BandwidthSource, dealt
+from tccl_py.model.measurement import BandwidthSource, deal_out
 from tccl_py.model.rings import bounce, direct_write
 from tccl_py.model.transfer import Fifo, Flow, TransferSet, transfer_set
 
@@ -95,7 +95,7 @@ def all_pairs(
             continue
         assumed |= measurement.assumed
         rates |= {
-            flow: gbps for flow, (gbps, *_) in dealt(transfers.flows, measurement.gbps).items()
+            flow: gbps for flow, (gbps, *_) in deal_out(transfers.flows, measurement.gbps).items()
         }
     pairs = [
         Pair(

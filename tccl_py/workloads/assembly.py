@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from tccl_py.errors import InputError, counted, require
+from tccl_py.errors import InputError, require, spell
 from tccl_py.workloads.recording import (
     Event,
     Op,
@@ -50,11 +50,11 @@ def workload_of(recording: Recording, *, name: str, source: str) -> Workload:
     steps, by_rank = _calls_of_steps(recording, calls)
     rows, unequal = _rows(communicators, by_rank, numbers)
     if unequal:
-        notices.append(f"Ranks of a communicator differ in {counted(unequal, 'row')}: cut logs?")
+        notices.append(f"Ranks of a communicator differ in {spell(unequal, 'row')}: cut logs?")
     if not steps:
         notices.append("No steps were told by repetition: a step is all that is here.")
     for left_out, count in (+recording.left_out).items():
-        notices.append(f"{counted(count, 'call')} of {left_out} left out.")
+        notices.append(f"{spell(count, 'call')} of {left_out} left out.")
     if len(rows) > MAX_ROWS:
         fault = f"has {len(rows)} different rows in a step"
         raise InputError(where, fault, f"at most {MAX_ROWS}: record steps of equal sizes")

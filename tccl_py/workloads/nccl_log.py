@@ -13,7 +13,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import NamedTuple, get_args
 
-from tccl_py.errors import counted, require
+from tccl_py.errors import require, spell
 from tccl_py.files import reading
 from tccl_py.workloads.recording import (
     COLLECTIVES,
@@ -156,16 +156,16 @@ class _Reader:
 
     def finish(self) -> None:
         """Close what is open, and check that all communicators were known."""
-        fault = f"has {counted(self._torn, 'line')} of a rank torn into another's"
+        fault = f"has {spell(self._torn, 'line')} of a rank torn into another's"
         require(not self._torn, self.recording.where, fault, ONE_FILE_A_RANK)
         for made in self._made.values():
             made.group.close()
-        fault = f"has {counted(self._unknown, 'call')} of communicators whose creation it lacks"
+        fault = f"has {spell(self._unknown, 'call')} of communicators whose creation it lacks"
         right = "record from the start of the job with NCCL_DEBUG_SUBSYS=INIT,COLL"
         require(not self._unknown, self.recording.where, fault, right)
         used = [operations for operations in self._operations if operations.used]
         if more := max((operations.without_line for operations in used), default=0):
-            text = f"By NCCL's count {counted(more, 'operation')} of a communicator ran without a "
+            text = f"By NCCL's count {spell(more, 'operation')} of a communicator ran without a "
             text += "line in the log: parts of large groups, or replays of CUDA graphs, which are "
             text += "counted once."
             self.recording.notices.append(text)

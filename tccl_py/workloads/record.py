@@ -10,8 +10,8 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from types import FrameType
 
-from tccl_py.errors import counted, require
-from tccl_py.files import SPACE, refused
+from tccl_py.errors import require, spell
+from tccl_py.files import SPACE, explain_errors
 from tccl_py.launchers import in_job
 
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
@@ -30,10 +30,10 @@ def is_one_rank(environment: Mapping[str, str]) -> bool:
 
 def log_folder(output: Path, *, shared: bool) -> Path:
     """Make the folder of a recording's logs next to its file; a `shared` one may exist."""
-    with refused(output, "cannot be written", SPACE):
+    with explain_errors(output, "cannot be written", SPACE):
         require(not output.is_dir(), str(output), "is a directory", "name a file")
     folder = output.parent.resolve() / f"{output.name}.logs"
-    with refused(folder, "cannot be made", SPACE):
+    with explain_errors(folder, "cannot be made", SPACE):
         folder.mkdir(exist_ok=True)
         used = not shared and any(folder.iterdir())
     right = "read it by `tccl workload`, then remove it, or name another file"
@@ -92,7 +92,9 @@ def run_job(command: Sequence[str], environment: Mapping[str, str]) -> int:
 
 def recorded_logs(folder: Path) -> list[Path]:
     """Return the logs in a folder (InputError without any)."""
-    with refused(folder, "cannot be read", "leave it to this command until the job has ended"):
+    with explain_errors(
+        folder, "cannot be read", "leave it to this command until the job has ended"
+    ):
         logs = sorted(path for path in folder.iterdir() if path.suffix == ".log")
     right = "run a job whose ranks use NCCL"
     require(logs, str(folder), "has no log of NCCL", right)
@@ -108,15 +110,18 @@ def recording_cost(logs: Sequence[Path], seconds: float) -> str:
     lines = sum(map(_lines_of, logs))
     line = b"x" * max(1, total // max(1, lines) - 1) + b"\n"
     place = logs[0].parent
-    with refused(place, "cannot be written", SPACE), TemporaryFile(dir=place, buffering=0) as file:
+    with (
+        explain_errors(place, "cannot be written", SPACE),
+        TemporaryFile(dir=place, buffering=0) as file,
+    ):
         begun = time.perf_counter()
         for _ in range(_PROBED):
             file.write(line)
         each = (time.perf_counter() - begun) / _PROBED
     share = lines / len(logs) * each / max(seconds, 1e-9)
     return (
-        f"NCCL logged {counted(lines, 'line')} ({total / 1e6:.1f} MB) in "
-        f"{counted(len(logs), 'file')}; a line takes {each * 1e6:.1f} us here, measured by writing "
+        f"NCCL logged {spell(lines, 'line')} ({total / 1e6:.1f} MB) in "
+        f"{spell(len(logs), 'file')}; a line takes {each * 1e6:.1f} us here, measured by writing "
         f"as many bytes: {share:.2%} of the job's {seconds:.1f} s"
     )
 

@@ -7,7 +7,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
-from tccl_py.errors import InputError, counted, require
+from tccl_py.errors import InputError, require, spell
 from tccl_py.files import reading
 from tccl_py.workloads.assembly import workload_of
 from tccl_py.workloads.bundled import BUNDLED, bundled
@@ -49,7 +49,7 @@ def open_workload(names: Sequence[str], *, name: str = "", ranks: int = 8) -> Wo
         fault = f"is a file of {kinds[others[-1]]}, and {first} of {kinds[first]}"
         raise InputError(str(others[-1]), fault, "name the files of one job")
     kind = kinds[paths[0]]
-    source = f"{kind} in {counted(len(paths), 'file')}"
+    source = f"{kind} in {spell(len(paths), 'file')}"
     return workload_of(_READERS[kind](paths), name=name or paths[0].name, source=source)
 
 

@@ -16,7 +16,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
-from tccl_py.errors import InputError, counted, require
+from tccl_py.errors import InputError, require, spell
 from tccl_py.files import reading
 from tccl_py.workloads.recording import (
     COPIED,
@@ -109,7 +109,7 @@ def read_torch_traces(paths: Sequence[Path]) -> Recording:
                 made.members[place] = recording.ranks[number]
     recording.steps = min(steps) if len(steps) == 1 else 0
     if graphs:
-        text = f"CUDA graphs were launched {counted(graphs, 'time')}: what they communicate"
+        text = f"CUDA graphs were launched {spell(graphs, 'time')}: what they communicate"
         recording.notices.append(f"{text} is not in the traces.")
     return recording
 

@@ -10,7 +10,14 @@ import time
 
 import pytest
 
-from tccl_py.nccl.asked import InstalledRings, RefusedError, ask_each, ask_nccl, judged, verdict_on
+from tccl_py.nccl.asked import (
+    InstalledRings,
+    RefusedError,
+    ask_each,
+    ask_nccl,
+    judge_file,
+    verdict_on,
+)
 from tccl_py.nccl.communicators import Question, same_rings, transport_of
 from tccl_py.nccl.cost_model import cost_model
 from tccl_py.nccl.settings import Settings, environment
@@ -150,7 +157,7 @@ def test_a_graph_file_for_other_gpus_is_refused(simulated):
     with pytest.raises(RefusedError, match="not found") as refused:
         ask_nccl({}, plan.gpus[:2], graph=text)
     assert not refused.value.crash
-    assert judged({}, plan.gpus[:2], text, where="graph.xml").verdict == "rejected"
+    assert judge_file({}, plan.gpus[:2], text, where="graph.xml").verdict == "rejected"
 
 
 def test_validate_and_doctor_ask_the_nccl_here(simulated, gpus):
@@ -182,7 +189,7 @@ def test_a_measured_plan_takes_nccls_own_rings_and_files_that_it_loads(gpus, tmp
     assert "default" in plan.sizes
     found = ask_nccl({}, pair)
     assert all(same_rings(ring, found.rings[0]) for ring in plan.choices["default"].rings)
-    verdict = judged(
+    verdict = judge_file(
         environment(plan.settings),
         pair,
         (tmp_path / "plan" / "nccl" / "graph.xml").read_text(),
@@ -204,7 +211,7 @@ def test_of_several_graph_files_the_one_that_fails_is_named(gpus):
 def test_a_file_that_crashes_nccl_is_told_from_nccl_that_crashes(gpus):
     pair = tuple(gpus[:2])
     text = graph_text([pair], Settings(), rate_gbps=12.0, type_intra="SYS", provenance="made up")
-    verdict = judged({}, pair, text.replace(' typeintra="SYS"', ""), where="g.xml")
+    verdict = judge_file({}, pair, text.replace(' typeintra="SYS"', ""), where="g.xml")
     assert verdict.verdict == "crash"
     assert "killed by signal 11" in verdict.reason
 
@@ -213,4 +220,4 @@ def test_a_file_without_rings_is_ignored(gpus):
     pair = tuple(gpus[:2])
     text = graph_text([pair], Settings(), rate_gbps=12.0, type_intra="SYS", provenance="made up")
     text = text.replace('id="0"', 'id="7"').replace('id="1"', 'id="8"')
-    assert judged({}, pair, text, where="g.xml").verdict == "ignored"
+    assert judge_file({}, pair, text, where="g.xml").verdict == "ignored"

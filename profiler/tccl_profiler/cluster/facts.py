@@ -16,8 +16,8 @@ from pathlib import Path
 import msgspec
 
 from tccl_profiler.linux import host_fingerprint, host_machine
-from tccl_py.errors import InputError, counted, require
-from tccl_py.files import picked
+from tccl_py.errors import InputError, require, spell
+from tccl_py.files import pick
 from tccl_py.model.machine import Fingerprint, Knowledge, Machine, Nic
 from tccl_py.nccl_library import installed_nccl
 from tccl_py.readers import live
@@ -134,7 +134,7 @@ def check_hosts(
     for name in names if expected else ():
         fault, right = "runs a rank and is not in the list of hosts", "add it to the list, or start"
         require(name in expected, f"host {name}", fault, f"{right} no rank on it")
-    fault = f"has {counted(len(hosts), 'host')} ({', '.join(names)})"
+    fault = f"has {spell(len(hosts), 'host')} ({', '.join(names)})"
     right = "start ranks on 2 hosts at least, or leave mpirun out"
     require(len(hosts) > 1, "this MPI job", fault, right)
     _check_software(hosts)
@@ -259,7 +259,7 @@ def _with_own_nics(machine: Machine) -> Machine:
         if interface is not None and interface.up and interface.address:
             node = FILES.number(f"sys/class/net/{interface.name}/device/numa_node")
             parent = nodes.get(-1 if node is None else node, machine.numa_nodes[0].id)
-            fields = {"parent": parent, **picked(port, "name", "port", "speed_mbps")}
+            fields = {"parent": parent, **pick(port, "name", "port", "speed_mbps")}
             nics.append(Nic(index=0, **fields))
     return _with_nics(machine, nics)
 
