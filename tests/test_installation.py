@@ -388,7 +388,7 @@ LOADING = {"NCCL_ENV_PLUGIN": "/plan/lib.so", "TCCL_INDEX": "/plan/index", "NCCL
 @pytest.mark.parametrize("equal", [True, False])
 def test_a_line_with_another_value_of_any_variable_of_the_plan_is_refused(tmp_path, name, equal):
     plan = msgspec.structs.replace(PLAN, variables=PLAN.variables | LOADING)
-    value = plan.choices["variables"][name] if equal else plan.choices["variables"][name] + "0"
+    value = plan.variables[name] if equal else plan.variables[name] + "0"
     path = tmp_path / "file"
     path.write_text(f"NCCL_DEBUG=INFO\n{name}={value}\n")
     before = path.read_bytes()

@@ -308,7 +308,7 @@ def test_no_rate_of_default_nccl_exceeds_the_bound_of_a_job_without_a_table(name
     )
     measured = tables_for(gpus)[-1]
     assert gpus_text(measured.gpus) == gpus
-    rate = measured.choices["default"].rate_gbps
+    rate = measured.stock.rate_gbps
     default = measured.kept.default_settings
     bound = bound_of(pair, [measured.gpus], [tables_for("1")], default)
     assert rate <= bound < 400
