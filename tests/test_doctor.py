@@ -787,6 +787,32 @@ def test_what_keeps_rings_from_a_function_is_named_with_its_port_and_remedy(
     assert all(part in str(finding) for part in parts)
 
 
+@pytest.mark.parametrize(
+    ("variable", "count"),
+    [
+        ("NCCL_IB_MERGE_NICS=1", 1),
+        ("NCCL_IB_MERGE_NICS=0", 0),
+        ("NCCL_IB_SUBNET_AWARE_ROUTING=0", 1),
+        ("NCCL_RUNTIME_CONNECT=0", 1),
+        ("NCCL_CUMEM_ENABLE=0", 1),
+        ("NCCL_IB_GID_INDEX=3", 1),
+    ],
+)
+def test_variables_that_rings_along_cables_cannot_have_are_told(tmp_path, variable, count):
+    name, _, value = variable.partition("=")
+    found = [one for one in network(small_host(tmp_path), **{name: value}) if name in one.what]
+    assert len(found) == count
+    at_switch = small_host(tmp_path / "other", addresses=[f"10.0.0.{n}" for n in range(4)])
+    assert not network(at_switch, **{name: value})
+
+
+def test_an_nccl_that_vllm_alone_loads_is_told(tmp_path):
+    nccl = (InstalledNccl(version="2.28.9", source="/lib/libnccl.so.2"),)
+    for path, count in (("/opt/libnccl.so.2.27.3", 1), ("/lib/libnccl.so.2", 0)):
+        host = HostState(root=tmp_path, nccl=nccl, environment={"VLLM_NCCL_SO_PATH": path})
+        assert sum("VLLM" in one.what for one in examine(host).findings) == count
+
+
 def test_on_hosts_of_several_gpus_which_may_be_at_switches_all_is_a_note(tmp_path):
     pci(tmp_path, ROOT, *GPU)
     pci(tmp_path, "0000:00:01.2", *GPU)

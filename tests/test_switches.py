@@ -194,10 +194,10 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
         ("switches: [{name: a}]\n]", ["is not YAML"]),
         ("switches: []\n\x00", ["characters"]),
         ("switches: [\x1b]", ["characters"]),
-        ("", ["`object`", "switches:"]),
+        ("", ["is empty"]),
         ("~", ["`object`"]),
         ("text", ["`object`"]),
-        ("[]", ["another form"]),
+        ("[]", ["is empty"]),
         ("rails: any", ["has no switch"]),
         ("switches: []", ["has no switch"]),
         ("switches: 5", ["net.yaml switches", "`array`"]),
@@ -378,3 +378,12 @@ def test_any_text_is_a_network_or_refused(text):
             parse(text, where="net")
         except InputError as error:
             assert str(error).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [("", ""), ("cables:", " cables:"), ("ports:\ncables: [[a:0, b:0]]", " ports:")],
+)
+def test_an_empty_file_and_an_empty_field_are_called_empty(text, place):
+    with pytest.raises(InputError, match=f"^net.yaml{place}: is empty; write .*cables:|ports:"):
+        parse_switch_yaml(text, where="net.yaml")

@@ -228,6 +228,9 @@ def check_nccl(host: HostState) -> Results:
     first, *further = host.nccl
     facts = filter(None, (f"NCCL {first.version} is installed", say_unchecked(first.version)))
     yield defect("version", first.source, what="; ".join(facts))
+    named = host.environment.get("VLLM_NCCL_SO_PATH")
+    if named and all(named not in nccl.source for nccl in host.nccl):
+        yield defect("vllm-nccl", ENVIRONMENT, measured=cut(named))
     for second in further:
         if second.minor != first.minor:
             installed = f"NCCL {second.version} is installed as well"

@@ -22,6 +22,15 @@ _FIREWALLS = {
     "firewalld": ("etc/systemd/system/multi-user.target.wants/firewalld.service", ""),
 }
 """The file of each firewall that says that it is enabled, and a line of it."""
+_ALONG_CABLES = {
+    "NCCL_IB_MERGE_NICS": ("1", "a merged NIC has ports in several subnets"),
+    "NCCL_IB_SUBNET_AWARE_ROUTING": ("0", "connections leave by NICs that no cable joins"),
+    "NCCL_RUNTIME_CONNECT": ("0", "NCCL connects trees too, whose hosts no cable may join"),
+    "NCCL_CUMEM_ENABLE": ("0", "NCCL connects all at once; SGLang sets it by itself, unless "
+                          "--enable-symm-mem"),
+    "NCCL_IB_GID_INDEX": ("", "the index of an address differs between functions, and drifts"),
+}  # fmt: skip
+"""Variables with the value ("" is any) that rings along cables cannot have, and why."""
 
 
 def check_network(host: HostState) -> Results:
@@ -55,6 +64,10 @@ def _findings(host: HostState, variables: Mapping[str, str]) -> Iterator[Defect]
     if left_out := [function.name for function in addressed if not _chosen(function, variables)]:
         value = variables["NCCL_IB_HCA"]
         yield defect("left-out", listed(left_out), measured=f"NCCL_IB_HCA={value[:60]}")
+    for name, (bad, effect) in _ALONG_CABLES.items():
+        if name in variables and bad in ("", variables[name]):
+            what = f"{name}={cut(variables[name])} is set"
+            yield defect("along-cables", in_force(host)[name].where, what=what, effect=effect)
     for name, (path, line) in _FIREWALLS.items():
         if host.has(path) and line in host.text(path):
             fix = "let all traffic in from the neighbours' addresses in each of these subnets"

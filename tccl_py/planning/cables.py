@@ -203,6 +203,30 @@ def notices_of_cables(cluster: Cluster, settings: Settings) -> Iterator[str]:
             "jobs with NCCL_RUNTIME_CONNECT=0 or NCCL_CUMEM_ENABLE=0, which connect trees too"
         )
     yield from facing_ports(cluster)
+    yield from _doubtful_ports(cluster)
+
+
+def _doubtful_ports(cluster: Cluster) -> Iterator[str]:
+    """Yield where a cable has functions of two ports, or half of a port's.
+
+    A port's functions have the same place on buses of several PCI domains.
+    """
+    joined, halves = [], []
+    used = {(host, nic) for host, nic, _ in cabled_nics(cluster.cables)}
+    for end in (end for cable in cluster.cables for end in cable.ends):
+        nics = cluster.classes[cluster.host_classes[end.host]].machine.nics
+        names = {nic.index: f"{nic.name} of {end.host}" for nic in nics}
+        ports = {nic.index: nic.bus_id.partition(":")[2] for nic in nics if nic.bus_id}
+        own = {ports.get(nic, "") for nic in end.nics}
+        if len(own) > 1 and "" not in own:
+            joined.append(" and ".join(names[nic] for nic in end.nics))
+        for nic, port in ports.items():
+            if own == {port} and (end.host, nic) not in used:
+                halves.append(names[nic])
+    if joined:
+        yield f"one cable has functions of two ports: {_few(joined, '; ')}"
+    if halves:
+        yield f"half of a port stays unused, since no cable has {_few(sorted(set(halves)))}"
 
 
 def facing_ports(cluster: Cluster) -> Iterator[str]:

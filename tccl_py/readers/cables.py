@@ -131,7 +131,9 @@ def _nics(ports: Ports, host: str, port: str, machine: Machine, place: str) -> t
         if name not in index_of:
             has = ", ".join(nic.name for nic in machine.nics[:8]) or "none"
             fault = f"host {host} has no port or NIC {shown(name)}"
-            raise InputError(place, fault, f"its NICs are {has}; ports: names ports of several")
+            raise InputError(
+                place, fault, f"its RDMA NICs are {has}; ports: names ports of several"
+            )
     nics = tuple(index_of[name] for name in names)
     twice = f"names a NIC of {host} twice in port {port}"
     require(len({*nics}) == len(nics), place, twice, "a function is in its port once")

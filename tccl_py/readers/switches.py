@@ -62,7 +62,8 @@ _FORMS = {
     ".ports": "write ports: {PORT: [NIC, ...], ...}",
     ".rails": "any or only is right",
     ".uplink_gbps": "give GB/s above 0, as 12.5",
-    "": "write switches: and a list of them, each with name: and hosts: or switches:",
+    "": "write switches: and a list of them, each with name: and hosts: or switches:; or cables: "
+    "[[HOST:PORT, HOST:PORT], ...]",
 }
 
 _PAIR = re.compile(r"\s*(?P<key>[A-Za-z0-9_.]+)\s*=\s*(?:\"(?P<quoted>[^\"]*)\"|(?P<plain>\S+))")
@@ -156,7 +157,11 @@ def parse_switch_yaml(text: str, *, where: str, hosts: Iterable[str] | None = No
     """Return the network of the YAML form."""
     try:
         read = _plain_yaml(text, where)
-        if read and isinstance(read, list):
+        require(read, where, "is empty", _FORMS[""])
+        for key, value in read.items() if isinstance(read, dict) else ():
+            if value == "":
+                raise InputError(f"{where} {key}:", "is empty", _FORMS.get(f".{key}", _FORMS[""]))
+        if isinstance(read, list):
             form = _of_slurm(msgspec.convert(read, list[_SlurmTopology], strict=False), where)
         else:
             form = msgspec.convert(read, _Switches, strict=False)
