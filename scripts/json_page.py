@@ -15,13 +15,13 @@ from tccl_py.cli.env import Env
 from tccl_py.cli.measure import Measured
 from tccl_py.cli.show import Difference
 from tccl_py.files import TextValue
-from tccl_py.health.advice import Advice
 from tccl_py.health.comparison import HostsCompared
 from tccl_py.health.doctor import Diagnosis
 from tccl_py.nccl.validator import GraphVerdict
 from tccl_py.report.check import Checked
-from tccl_py.report.plan import PlanReport
+from tccl_py.report.plan import AdviceReport, PlanReport
 from tccl_py.report.verification import Verified
+from tccl_py.simulator.model import ModelSummary
 from tccl_py.sources.pairs import Pair
 from tccl_py.workloads.workload import Workload
 
@@ -40,7 +40,8 @@ COMMANDS: Mapping[str, Any] = {
     "env": Env,
     "verify": Verified,
     "check": Checked,
-    "advise": Advice,
+    "advise": AdviceReport,
+    "discover": list[ModelSummary],
     "measure": list[Measured],
     "pairs": list[Pair],
     "diff": list[Difference],

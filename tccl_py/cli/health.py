@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import typer
 from msgspec import UNSET
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 from rich.padding import Padding
 
 from tccl_py.cli import options
@@ -46,7 +46,7 @@ from tccl_py.experiments.preflight import (
     Problem,
     measure_plan_again,
 )
-from tccl_py.files import encode_json
+from tccl_py.files import encode_json, fill
 from tccl_py.health.comparison import (
     HostsCompared,
     compare_hosts,
@@ -373,7 +373,9 @@ def advise(
             by_cpu = answers_by_cpu(request, model, notice)
             advice = replace(advice, by_cpu=by_cpu, findings=findings or UNSET)
     if json:
-        print_json(advice if predicted is None else {**asdict(advice), "workload": predicted})
+        from tccl_py.report.plan import AdviceReport  # noqa: PLC0415 (slow)
+
+        print_json(fill(AdviceReport, advice, workload=UNSET if predicted is None else predicted))
         return
     lines = [("Your job", line)] if line else []
     _print_lines(console, [*lines, *advice.lines()])
@@ -387,7 +389,7 @@ def _print_lines(console: Console, lines: Iterable[tuple[str, str]]) -> None:
 def _say_comparison(found: HostsCompared, reports: Sequence[DoctorReport], *, json: bool) -> None:
     """Print hosts compared, and the findings of each of a job; end by 1 where one is bad."""
     if json:
-        print_json({**asdict(found), "reports": reports} if reports else found)
+        print_json(replace(found, reports=tuple(reports)) if reports else found)
     else:
         console = results()
         for text, severity in (*comparison_lines(found), *finding_lines(reports)):

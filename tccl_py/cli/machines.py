@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import typer
+from msgspec.structs import replace
 
 from tccl_py.cli import options
 from tccl_py.cli.options import MACHINE_HELP, arg, flag, gpus_argument, opt, p2p_argument, refuse
 from tccl_py.cli.output import BAD, GOOD, grid, print_table, results
 from tccl_py.cli.process import ANSWER_IS_NO, notice, notice_each, print_json, write_result
 from tccl_py.errors import InputError, spell
-from tccl_py.files import fill, read_bytes, read_text
+from tccl_py.files import fill, pick, read_bytes, read_text
 from tccl_py.model.cards import assume_p2p
 from tccl_py.model.cluster import parse_gpus
 from tccl_py.model.machine import Machine, description_to_json
@@ -24,7 +25,7 @@ from tccl_py.readers.live import discover_machine, gpu_count
 from tccl_py.readers.nccl_topology import read_nccl_topology
 from tccl_py.readers.nvidia_smi import read_nvidia_smi
 from tccl_py.simulator.descriptions import bundled_names, load_bundled, load_machine
-from tccl_py.simulator.model import MachineModel, device_table, facts, model_cells, summary
+from tccl_py.simulator.model import MachineModel, device_table, facts, model_cells, summarize
 
 _OF_A_MODEL = ("beside MACHINE", "is about files or this machine", "leave one of the two out")
 _DRIVER_TELLS = ("", "is about files of a machine", "leave it out: the driver here tells")
@@ -94,7 +95,7 @@ def discover(
 def _list_models(*, json: bool) -> None:
     models = [load_bundled(bundled) for bundled in bundled_names()]
     if json:
-        print_json([summary(model) for model in models])
+        print_json([summarize(model) for model in models])
     else:
         headers = ("Name", "GPUs", "NUMA nodes", "NICs", "Parameters", "Note")
         print_table(results(), [headers, *map(model_cells, models)])
@@ -102,7 +103,7 @@ def _list_models(*, json: bool) -> None:
 
 def _show(model: MachineModel, *, json: bool) -> None:
     if json:
-        print_json({**summary(model), "machine": model.machine, "knowledge": model.knowledge})
+        print_json(replace(summarize(model), **pick(model, "machine", "knowledge")))
         return
     out = results()
     out.print(grid(facts(model)))

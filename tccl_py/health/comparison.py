@@ -12,11 +12,13 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from tccl_py.errors import InputError, require, spell
-from tccl_py.files import read_bytes
+from tccl_py.files import read_bytes, says
 from tccl_py.health.checks import limit_of, shared_memory_size
 from tccl_py.health.host import (
     SEVERITIES,
@@ -181,6 +183,7 @@ class HostsCompared(msgspec.Struct, frozen=True, kw_only=True):
     """Hosts with equal facts, the largest group first."""
     differences: tuple[Difference, ...]
     """The worst first; of equal ones that of the fewest hosts."""
+    reports: Annotated[tuple[DoctorReport, ...] | UnsetType, says("of each host of a job")] = UNSET
 
     @property
     def healthy(self) -> bool:

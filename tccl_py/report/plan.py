@@ -1,4 +1,4 @@
-"""A plan with what its directory has beside it, as commands print it as JSON."""
+"""A plan with what its directory has beside it, and advice, as commands print them as JSON."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tccl_py.experiments.record import Verification
 from tccl_py.experiments.sizes import load_sizes
 from tccl_py.experiments.trade_offs import TradeOff, trade_offs
 from tccl_py.files import fill, says
+from tccl_py.health.advice import Advice
 from tccl_py.model.links import Proof
 from tccl_py.plan.load import is_directory
 from tccl_py.plan.plan import Plan
@@ -33,6 +34,12 @@ class PlanReport(ShownPlan, frozen=True, kw_only=True):
     links: Annotated[Proof | UnsetType, says("the proof by which it was planned")] = UNSET
     workload: Annotated[Communication | UnsetType, says("with `--workload`: predicted")] = UNSET
     trade_offs: Annotated[tuple[TradeOff, ...] | UnsetType, says("of a verified plan")] = UNSET
+
+
+class AdviceReport(Advice, frozen=True, kw_only=True):
+    """`tccl advise --json`."""
+
+    workload: Annotated[Communication | UnsetType, says("with `--workload`: predicted")] = UNSET
 
 
 def report_plan(plan: Plan, directory: Path, workload: Communication | None = None) -> PlanReport:

@@ -14,12 +14,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import resources
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from tccl_py.errors import InputError, require
-from tccl_py.files import check_version
+from tccl_py.files import check_version, pick, says
 from tccl_py.model.machine import Knowledge, Machine, PciDevice, Provenance, check, check_knowledge
 from tccl_py.model.symmetry import automorphisms
 
@@ -314,19 +315,32 @@ def _check_figure(figure: Figure, figures: Figures, place: str) -> None:
     require(fits, place, f"comes to {value}", f"{MIN_FIGURE} to {MAX_FIGURE:.0f}")
 
 
-def summary(model: MachineModel) -> dict[str, Any]:
-    """Return a model's entry in the list as JSON; the keys are stable."""
+class ModelSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """A bundled model, as `tccl discover --json` lists it."""
+
+    name: str
+    gpus: Annotated[int, says("how many")]
+    gpu: Annotated[str, says("their names")]
+    numa_nodes: int
+    nics: int
+    figures: Annotated[dict[str, int], says("numbers of parameters by provenance")]
+    note: str
+    source: str
+    machine: Annotated[Machine | UnsetType, says("of one that is named")] = UNSET
+    knowledge: Knowledge | UnsetType = UNSET
+
+
+def summarize(model: MachineModel) -> ModelSummary:
+    """Return a model's entry in the list."""
     machine = model.machine
-    return {
-        "name": model.name,
-        "gpus": len(machine.gpus),
-        "gpu": gpu_names(machine),
-        "numa_nodes": len(machine.numa_nodes),
-        "nics": len(machine.nics),
-        "figures": provenances(model),
-        "note": model.note,
-        "source": model.source,
-    }
+    return ModelSummary(
+        **pick(model, "name", "note", "source"),
+        gpus=len(machine.gpus),
+        gpu=gpu_names(machine),
+        numa_nodes=len(machine.numa_nodes),
+        nics=len(machine.nics),
+        figures=provenances(model),
+    )
 
 
 def facts(model: MachineModel) -> Iterator[tuple[str, str]]:
