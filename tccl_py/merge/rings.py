@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
 
 from tccl_py.errors import SearchError
+from tccl_py.merge.potentials import is_ruled_out
 from tccl_py.merge.walks import (
+    MAX_PRODUCTS,
     Best,
     Decision,
     Joiner,
@@ -29,9 +31,13 @@ from tccl_py.merge.walks import (
     path,
     power,
     product,
+    products,
     worthwhile,
 )
 from tccl_py.model.cluster import SwitchTree
+
+MOST_PARTS = 4
+"""Parts of a switch's hosts that stay together where its uplink carries several passes."""
 
 
 class ChainTable(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -192,15 +198,40 @@ def _best_order(rates: Rates, classes: Mapping[str, int], root: SwitchTree) -> B
     used = sorted({classes[host] for host in hosts})
     # A ring passes every uplink once at least, so no chain is of use beyond that.
     capped = np.minimum(rates[used], uplink_limit(root, hosts))
+    candidates = np.union1d(worthwhile(capped), _shares(root, capped.max(axis=(1, 2)).min()))
+    numbers = Counter(classes[host] for host in hosts)
+    counts = [numbers[number] for number in used]
+
+    def decide(asked: float) -> Decision:
+        return _decided(list(rates >= asked), classes, root, asked)
+
+    many = products(counts, rates.shape[1]) > MAX_PRODUCTS and len(candidates)
+    if many and decide(candidates[-1]).walk is None:
+        candidates = _possible(candidates, rates[used], counts)
     return highest(
-        np.union1d(worthwhile(capped), _shares(root, capped.max(axis=(1, 2)).min())),
-        lambda asked: _decided(rates >= asked, classes, root, asked),
+        candidates,
+        decide,
         lambda walk: min(
             _ring_rate(rates, [classes[host] for host in walk.hosts], walk.crossings),
             uplink_limit(root, walk.hosts),
         ),
         _one_crossing(capped, hosts),
     )
+
+
+def _possible(candidates: Rates, rates: Rates, counts: Sequence[int]) -> Rates:
+    """Return the candidates that potentials do not rule out in any order, whatever uplinks allow.
+
+    As the search for the highest rate does, this goes from the top in growing strides.
+    """
+    low, high, stride = 0, len(candidates), 1
+    while low < high:
+        middle = max(high - stride, (low + high) // 2)
+        if is_ruled_out(list(rates >= candidates[middle]), counts):
+            high, stride = middle, 4 * stride
+        else:
+            low = middle + 1
+    return candidates[:high]
 
 
 def _shares(root: SwitchTree, ceiling: float) -> Rates:
@@ -226,19 +257,24 @@ def _one_crossing(rates: Rates, hosts: Sequence[str]) -> Walk | None:
 
 
 def _decided(
-    relations: Relation, classes: Mapping[str, int], root: SwitchTree, asked: float
+    relations: Sequence[Relation], classes: Mapping[str, int], root: SwitchTree, asked: float
 ) -> Decision:
     """Look for a ring at the rate asked for, in any order that uplinks allow.
 
     1. The hosts of every group stay together, which passes every uplink once.
-    2. Groups behind uplinks that carry the ring twice come apart. Without a ring then, no order has
-       one, because the hosts of all other groups have to stay together.
+    2. Groups behind uplinks that carry the ring several times are parted: each part stays together.
+    3. These groups come apart. Without a ring then, no order has one, because the hosts of all
+       other groups have to stay together.
     """
-    together = _closed(relations, classes, root)
+    joiner = Joiner()
+    together = _closed(relations, classes, root, joiner)
     loose = _loosened(root, 2 * asked)
     if together.walk is not None or loose == root:
         return together
-    separate = _closed(relations, classes, loose)
+    parted = _closed(relations, classes, _parted(root, classes, asked), joiner)
+    if parted.walk is not None and uplink_limit(root, parted.walk.hosts) >= asked:
+        return parted
+    separate = _closed(relations, classes, loose, joiner)
     if separate.walk is None:
         return separate
     walk = _with_few_exits(separate.walk, classes, root, loose)
@@ -257,6 +293,21 @@ def _loosened(root: SwitchTree, wide: float) -> SwitchTree:
             hosts += inner.hosts
             switches += inner.switches
     return msgspec.structs.replace(root, hosts=tuple(hosts), switches=tuple(switches))
+
+
+def _parted(root: SwitchTree, classes: Mapping[str, int], asked: float) -> SwitchTree:
+    """Return the tree with one switch for each pass that a lowest switch's uplink carries."""
+    switches: list[SwitchTree] = []
+    for switch in root.switches:
+        inner = _parted(switch, classes, asked)
+        count = int(min(_uplink(switch) / asked, MOST_PARTS, len(switch.hosts)))
+        if switch.switches or count < 2:
+            switches.append(inner)
+        else:
+            hosts = sorted(switch.hosts, key=classes.__getitem__)
+            parts = (tuple(hosts[start::count]) for start in range(count))
+            switches += [msgspec.structs.replace(switch, hosts=part) for part in parts]
+    return msgspec.structs.replace(root, switches=tuple(switches))
 
 
 def _with_few_exits(
@@ -279,19 +330,25 @@ def _with_few_exits(
     return Walk(hosts=tuple(hosts), crossings=walk.crossings)
 
 
-def _closed(relations: Relation, classes: Mapping[str, int], root: SwitchTree) -> Decision:
+def _closed(
+    relations: Sequence[Relation], classes: Mapping[str, int], root: SwitchTree, joiner: Joiner
+) -> Decision:
     """Look for a ring in which groups stay together."""
-    joiner, of_class = Joiner(), list(relations)
 
     def pieces(switch: SwitchTree) -> list[Piece]:
-        pieces_below = [host_piece(host, of_class[classes[host]]) for host in switch.hosts]
+        pieces_below = [host_piece(host, relations[classes[host]]) for host in switch.hosts]
         inner = [pieces(below) for below in switch.switches]
         return pieces_below + [joiner.join(below) for below in inner if below]
 
-    whole = joiner.join(pieces(root))
+    parts = pieces(root)
+    whole = joiner.join(parts)
     closed = np.flatnonzero(np.diagonal(whole.relation))
     if not len(closed):
-        return Decision(certain=whole.exact)
+        kinds = joiner.kinds(parts)
+        certain = whole.exact or (
+            all(part.exact for part in parts) and is_ruled_out(kinds.relations, kinds.counts)
+        )
+        return Decision(certain=certain)
     hosts, crossings = zip(*whole.steps(int(closed[0]), int(closed[0])), strict=True)
     return Decision(walk=Walk(hosts=hosts, crossings=crossings))
 

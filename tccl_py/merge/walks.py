@@ -145,22 +145,26 @@ def host_piece(host: str, relation: Relation) -> Piece:
 
 
 class Joiner:
-    """Joins pieces in any order; groups with equal kinds share one dynamic program."""
+    """Joins pieces in any order; groups of the same kinds share one dynamic program."""
 
     def __init__(self) -> None:
-        self._orders: dict[tuple[tuple[bytes, int], ...], Orders] = {}
+        self._orders: dict[tuple[bytes, ...], Orders] = {}
         self._packed: dict[int, tuple[Relation, bytes]] = {}
 
     def join(self, pieces: Sequence[Piece]) -> Piece:
         """Return all pieces as one piece."""
         if len(pieces) == 1:
             return pieces[0]
-        relations = [piece.relation for piece in pieces]
-        kinds = Kinds(relations, [self._bits(relation) for relation in relations])
+        kinds = self.kinds(pieces)
         if kinds.products() <= MAX_PRODUCTS:
             return self._in_all_orders(pieces, kinds)
         joined = self.join([self.join([pieces[i] for i in part]) for part in kinds.dealt()])
         return replace(joined, exact=False)
+
+    def kinds(self, pieces: Sequence[Piece]) -> Kinds:
+        """Return the pieces by equal relations."""
+        relations = [piece.relation for piece in pieces]
+        return Kinds(relations, [self._bits(relation) for relation in relations])
 
     def _bits(self, relation: Relation) -> bytes:
         """Return a relation as bytes; many pieces share one relation object."""
@@ -169,16 +173,24 @@ class Joiner:
         return self._packed[id(relation)][1]
 
     def _in_all_orders(self, pieces: Sequence[Piece], kinds: Kinds) -> Piece:
-        if kinds.key not in self._orders:
-            self._orders[kinds.key] = Orders(kinds.relations, kinds.counts)
-        orders = self._orders[kinds.key]
+        if kinds.names not in self._orders:
+            self._orders[kinds.names] = Orders(kinds.relations)
+        orders = self._orders[kinds.names]
 
         def steps(entry: int, leave: int) -> Iterator[Step]:
             pools = [iter(members) for members in kinds.members]
-            for kind, before, after in orders.route(entry, leave):
+            for kind, before, after in orders.route(kinds.counts, entry, leave):
                 yield from pieces[next(pools[kind])].steps(before, after)
 
-        return Piece(orders.relation, steps, all(piece.exact for piece in pieces))
+        exact = all(piece.exact for piece in pieces)
+        return Piece(orders.relation(kinds.counts), steps, exact)
+
+
+def products(counts: Sequence[int], crossings: int) -> float:
+    """Return the matrix products for all orders of so many pieces, as over 64 crossings."""
+    if len(counts) == 1:
+        return 0
+    return math.prod(count + 1 for count in counts) * len(counts) * max(8, crossings) / 64
 
 
 class Kinds:
@@ -188,22 +200,15 @@ class Kinds:
         indices: dict[bytes, list[int]] = {}
         for position, name in enumerate(bits):
             indices.setdefault(name, []).append(position)
-        names = sorted(indices)
-        self.members = [indices[name] for name in names]
+        self.names = tuple(sorted(indices))
+        self.members = [indices[name] for name in self.names]
         self.relations = [relations[members[0]] for members in self.members]
-        self.counts = [len(members) for members in self.members]
-        self.key = tuple(zip(names, self.counts, strict=True))
-        self._weight = max(8, len(relations[0])) / 64
+        self.counts = tuple(len(members) for members in self.members)
+        self._size = len(relations[0])
 
     def products(self, share: int = 1) -> float:
-        """Return the matrix products for all orders, as over 64 crossings.
-
-        With `share`, of a part that has one of `share` equal shares of every kind.
-        """
-        counts = [-(-count // share) for count in self.counts]
-        if len(counts) == 1:
-            return 0
-        return math.prod(count + 1 for count in counts) * len(counts) * self._weight
+        """Return the products of a part that has one of `share` equal shares of every kind."""
+        return products([-(-count // share) for count in self.counts], self._size)
 
     def dealt(self) -> list[list[int]]:
         """Return the pieces in parts: even shares of all kinds, or a few of many different ones."""
@@ -218,36 +223,46 @@ class Kinds:
     def _part_products(self, parts: int) -> float:
         size = -(-sum(self.counts) // parts)
         if size < len(self.counts):
-            return 2.0**size * size * self._weight
+            return products([1] * size, self._size)
         return self.products(parts)
 
 
 class Orders:
-    """All orders of `counts[k]` pieces of each relation k: which crossings they connect."""
+    """All orders of any numbers of pieces of each relation: which crossings they connect."""
 
-    def __init__(self, relations: Sequence[Relation], counts: Sequence[int]) -> None:
-        self._relations, self._counts = relations, tuple(counts)
-        self._after: dict[tuple[int, ...], Relation] = {}
-        self.relation = self._all() if len(relations) > 1 else power(relations[0], counts[0])
+    def __init__(self, relations: Sequence[Relation]) -> None:
+        self._relations = relations
+        none = np.eye(len(relations[0]), dtype=np.bool_)
+        self._after: dict[tuple[int, ...], Relation] = {(0,) * len(relations): none}
 
-    def _all(self) -> Relation:
-        for passed in itertools.product(*(range(count + 1) for count in self._counts)):
-            last = [kind for kind, count in enumerate(passed) if count]
-            before = [self._after[_less(passed, kind)] for kind in last]
-            # The union of products is one product of the matrices side by side.
-            self._after[passed] = (
-                product(np.hstack(before), np.vstack([self._relations[kind] for kind in last]))
-                if last
-                else np.eye(len(self._relations[0]), dtype=np.bool_)
-            )
-        return self._after[self._counts]
+    def relation(self, counts: tuple[int, ...]) -> Relation:
+        """Return the crossings that `counts[k]` pieces of each relation k connect."""
+        if len(counts) == 1:
+            return power(self._relations[0], counts[0])
+        every = itertools.product(*(range(count + 1) for count in counts))
+        missing = sorted((passed for passed in every if passed not in self._after), key=sum)
+        for _, level in itertools.groupby(missing, key=sum):
+            self._pass_one_more(list(level))
+        return self._after[counts]
 
-    def route(self, entry: int, leave: int) -> list[tuple[int, int, int]]:
-        """Return kind, entry and exit of every piece in turn, for a pair in `relation`."""
-        if len(self._relations) == 1:
-            exits = path([self._relations[0]] * self._counts[0], entry, leave)
+    def _pass_one_more(self, level: Sequence[tuple[int, ...]]) -> None:
+        """Add what is reached after each number of pieces in `level`, of equal sums."""
+        size = len(self._relations[0])
+        reached = np.zeros((len(level), size, size), dtype=np.bool_)
+        for kind, relation in enumerate(self._relations):
+            last = [at for at, passed in enumerate(level) if passed[kind]]
+            if last:
+                # The products with one relation are a single product of the matrices below others.
+                before = np.vstack([self._after[_less(level[at], kind)] for at in last])
+                reached[last] |= product(before, relation).reshape(-1, size, size)
+        self._after.update(zip(level, reached, strict=True))
+
+    def route(self, counts: tuple[int, ...], entry: int, leave: int) -> list[tuple[int, int, int]]:
+        """Return kind, entry and exit of every piece in turn, for a pair in the relation."""
+        if len(counts) == 1:
+            exits = path([self._relations[0]] * counts[0], entry, leave)
             return [(0, *pair) for pair in zip((entry, *exits), exits, strict=False)]
-        backwards, passed = [], self._counts
+        backwards, passed = [], counts
         while any(passed):
             kind, before = self._last(passed, entry, leave)
             backwards.append((kind, before, leave))
