@@ -183,6 +183,22 @@ def test_names_and_bus_ids_are_read_from_what_stands_around_the_matrix(name, cou
     assert gpus[0].bus_id == (bus_id or "ffff:00:00.0")
 
 
+def test_names_that_the_table_cuts_and_bold_cells_are_read():
+    text = (REPORTS / "paste_nvidia_smi_table.txt").read_text()
+    cut = text.replace("NVIDIA GeForce RTX 3090", "GeForce RTX 309...    ")
+    assert [gpu.link.speed_gts for gpu in parse_description(cut, where="t").machine.gpus] == [
+        16,
+        16,
+    ]
+    bold = "| | **GPU0** | **GPU1** |\n|---|---|---|\n| **GPU0** | X | PHB |\n| `GPU1` | PHB | X |"
+    assert len(parse_description(bold, where="t").machine.gpus) == 2
+
+
+def test_prose_about_a_gpu_is_no_name():
+    text = (REPORTS / "prose_before.txt").read_text() + "\nGPU 2: was taken out\nGPU 0: is hot\n"
+    assert [gpu.name for gpu in parse_description(text, where="t").machine.gpus] == ["", ""]
+
+
 def test_a_queried_link_that_is_narrower_than_its_sibling_is_named_first():
     assert links("paste_link_query.csv") == [(8.0, 16), (5.0, 4)]
     (limit,) = advise("paste_link_query.csv")["limits"]

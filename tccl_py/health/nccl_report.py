@@ -143,15 +143,21 @@ class LogReport(msgspec.Struct, frozen=True, kw_only=True):
         return {one.name: one.value for one in self.variables}
 
 
-def has_log(text: str) -> bool:
-    """Return whether a text has lines of NCCL's log."""
-    return _NCCL.search(text) is not None
+def split_log(text: str) -> tuple[str, str]:
+    """Return the lines of NCCL's log in a text, and the text with these lines empty."""
+    if _NCCL.search(text) is None:
+        return "", text
+    lines = text.splitlines()
+    of_nccl = [_NCCL.search(line) is not None for line in lines]
+    log = (line for line, own in zip(lines, of_nccl, strict=True) if own)
+    rest = ("" if own else line for line, own in zip(lines, of_nccl, strict=True))
+    return "\n".join(log), "\n".join(rest)
 
 
 def read_report(text: str) -> LogReport:
     """Return what the lines of NCCL in a text say (InputError: more than NCCL's reader takes)."""
-    lines = [line for line in text.splitlines() if _NCCL.search(line)]
-    joined = "\n".join(lines)
+    joined, _ = split_log(text)
+    lines = joined.splitlines()
     ranks, hosts, unfinished = _communicators(lines)
     rings, connections = _rings(lines, ranks)
     machine, uplinks = _machine(lines)

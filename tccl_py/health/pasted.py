@@ -18,7 +18,7 @@ import msgspec
 
 from tccl_py.errors import InputError, require, size_text, spell
 from tccl_py.files import MAX_INPUT_BYTES, read_text
-from tccl_py.health.nccl_report import LogReport, fits_of, has_log, read_report
+from tccl_py.health.nccl_report import LogReport, fits_of, read_report, split_log
 from tccl_py.model.cards import assume_p2p, link_words
 from tccl_py.model.cluster import compress
 from tccl_py.model.machine import Knowledge, Machine
@@ -170,10 +170,12 @@ def read_pasted(names: Sequence[str]) -> Pasted:
     texts = {name: _read(name) for name in names}
     used: list[str] = []
     left: list[str] = []
-    plain_texts: list[str] = []
+    logs, others = [], []
     descriptions: list[Description] = []
+    matrix_in = ""
     for name, text in texts.items():
         where = "standard input" if name == STANDARD_INPUT else name
+        # 1. What is a file of its own: a machine in JSON or XML.
         kinds = []
         if text.lstrip()[:1] == "{" and _TRACE in text[:_HEAD]:
             raise InputError(where, "is a trace of PyTorch's profiler", "`tccl workload` reads it")
@@ -183,39 +185,45 @@ def read_pasted(names: Sequence[str]) -> Pasted:
             one = opened + inner + closed if closed else text
             descriptions.append(parse_description(one, where=where))
             kinds.append("a topology file" if closed else "a machine")
-        rest = plain(before + after) if closed else "" if kinds else plain(text)
-        plain_texts.append(rest)
-        kinds += _kinds(rest)
+        # 2. Texts, of which several files may have parts.
+        log, rest = split_log(plain(before + after) if closed else "" if kinds else plain(text))
+        logs.append(log)
+        others.append(rest)
+        found = {
+            "nvidia-smi topo -m": has_matrix(rest),
+            "NCCL's log": bool(log),
+            "an nccl-tests table": next(_tested(rest), None) is not None,
+            "p2pBandwidthLatencyTest": any(map(_TITLE.fullmatch, rest.splitlines())),
+        }
+        matrix_in = matrix_in or where * found["nvidia-smi topo -m"]
+        kinds += [kind for kind, there in found.items() if there]
         used += [f"{where}: {', '.join(kinds)}"] if kinds else []
         left += [] if kinds else [f"{where}: no kind of text that is known"]
         left += [f"{where}: {kind}" for kind, sign in _OTHERS.items() if sign.search(rest)]
-    text = "\n".join(plain_texts)
-    if has_matrix(text):
-        where = ", ".join(names) if names[0] != STANDARD_INPUT else "standard input"
-        if descriptions:
-            left.append("the matrix of nvidia-smi, as a file of the machine says more")
-        else:
-            descriptions.append(parse_description(text, where=where))
+    text = "\n".join(others)
+    if descriptions and matrix_in:
+        left.append("the matrix of nvidia-smi, as a file of the machine says more")
+    elif matrix_in:
+        descriptions.append(parse_description(text, where=matrix_in))
     if len(descriptions) > 1:
         raise InputError(", ".join(names), "describe several machines", "which? give one of them")
     description = descriptions[0] if descriptions else None
-    log = read_report(text) if has_log(text) else None
-    if log is not None and log.machine is not None:
-        log = msgspec.structs.replace(log, machine=name_gpus(log.machine, text))
-    if log is not None and log.torn:
-        left.append(f"{spell(log.torn, 'line')} torn into another's: {ONE_FILE_A_RANK}")
-    machine = description.machine if description else log.machine if log else None
+    report = read_report("\n".join(logs)) if any(logs) else None
+    if report is not None and report.machine is not None:
+        named = name_gpus(report.machine, text)
+        report = msgspec.structs.replace(report, machine=named)
+    if report is not None and report.torn:
+        left.append(f"{spell(report.torn, 'line')} torn into another's: {ONE_FILE_A_RANK}")
+    machine = description.machine if description else report.machine if report else None
     rates, pairs = tuple(_tested(text)), tuple(_pairs(text, machine))
-    if not (descriptions or log or rates or pairs):
+    if not (descriptions or report or rates or pairs):
         parse_description(text, where=names[0])  # Says what is missing.
+    joined = report is not None and not report.unfinished
     findings = Findings(
         used=tuple(used),
         left_out=tuple(left),
-        hung=log is not None
-        and not rates
-        and not log.unfinished
-        and _BEGUN.search(text) is not None,
-        log=log or msgspec.UNSET,
+        hung=joined and not rates and _BEGUN.search(text) is not None,
+        log=report or msgspec.UNSET,
         rates=rates,
         pair_rates=pairs,
     )
@@ -229,16 +237,6 @@ def _read(name: str) -> str:
     fault = f"has more than {MAX_INPUT_BYTES >> 20} MiB"
     require(len(text) <= MAX_INPUT_BYTES, "standard input", fault, "paste less")
     return text
-
-
-def _kinds(text: str) -> list[str]:
-    known = {
-        "nvidia-smi topo -m": has_matrix(text),
-        "NCCL's log": has_log(text),
-        "an nccl-tests table": next(_tested(text), None) is not None,
-        "p2pBandwidthLatencyTest": any(map(_TITLE.fullmatch, text.splitlines())),
-    }
-    return [kind for kind, there in known.items() if there]
 
 
 def _tested(text: str) -> Iterator[TestedRate]:

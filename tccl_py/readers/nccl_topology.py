@@ -123,7 +123,8 @@ def _numbered(devices: Sequence[_Device], right: str, most: int = 2**31 - 1) -> 
         number = device.element.integer("dev", most=most)
         first = numbered.setdefault(number, device)
         # NCCL's dump has an interface that is on no PCI bus below each CPU.
-        again = not device.bus_id and first.element.attributes == device.element.attributes
+        names = [one.element.attributes.get("name") for one in (first, device)]
+        again = not (first.bus_id or device.bus_id) and names[0] and names[0] == names[1]
         if first is not device and not again:
             raise device.element.refused(f"repeats dev {number}", right)
     others_left.sort(key=lambda device: bus_order(device.bus_id) if device.bus_id else ())

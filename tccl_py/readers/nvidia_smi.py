@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import csv
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -74,6 +75,7 @@ _ROW = re.compile(
 )
 """A device's label before its first cell: what stands before it is a prompt or a log's prefix."""
 _RULES = frozenset("-:=+| \t")
+_MARKDOWN = str.maketrans("|", " ", "*`")
 _WAY = re.compile(r"topo\s+(?:-p2p|--p2p_query|--p2p)[ =]?([rwnap])\b")
 _DECIDES = "rwp"  # n is of NVLinks, a of atomic operations
 _NIC_NAME = re.compile(r"(NIC[0-9]{1,3}): *(\S{1,64})", re.ASCII)
@@ -88,7 +90,9 @@ _BUS = r"(?P<bus>(?:[0-9A-Fa-f]{4,8}:)?[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-7])"
 _LISTED = [
     re.compile(rf"(?<!\S){pattern}$", re.ASCII)
     for pattern in (
-        rf"GPU (?P<index>\d{{1,3}}): {_NAME}(?: \(UUID: .*)?",  # nvidia-smi -L, collect_env
+        # nvidia-smi -L, collect_env
+        rf"GPU (?P<index>\d{{1,3}}): (?P<name>{_MAKER}|[\w ./+()-]{{2,80}}?(?= \(UUID))"
+        r"(?: \(UUID: .*)?",
         rf"(?P<index>\d{{1,3}})\s+(?P<name>{_MAKER}\.*)\s+(?:On|Off|N/A)\s+{_BUS} .*",  # table
         rf"Device: (?P<index>\d{{1,3}}), {_NAME}, pciBusID: (?P<hex>[0-9a-f]{{1,2}}), "
         r"pciDeviceID: (?P<device>[0-9a-f]{1,2}), pciDomainID: ?(?P<domain>[0-9a-f]{1,8})",
@@ -193,7 +197,7 @@ def parse_nvidia_smi(text: str, *, where: str) -> tuple[Machine, Knowledge]:
     cpu, virtual = _cpu(text)
     nics = [row for row in range(len(matrix.labels)) if row not in matrix.gpus]
     links, switches = _nvlinks(matrix)
-    gpus = [_gpu(i, parents[row], seen.get(i, _Seen())) for row, i in matrix.gpus.items()]
+    gpus = [_gpu(i, parents[row], seen[i]) for row, i in matrix.gpus.items()]
     labels = [(matrix.labels[row], parents[row]) for row in nics]
     machine = Machine(
         name=Path(where).stem,
@@ -212,7 +216,7 @@ def parse_nvidia_smi(text: str, *, where: str) -> tuple[Machine, Knowledge]:
         PeerAccess(source=source, target=target, supported=yes, provenance="reported")
         for (source, target), yes in supported.items()
     ]
-    assumed = [gpu.id for gpu in gpus if gpu.link.gbps and not _of(seen, gpu.index).link.gbps]
+    assumed = [gpu.id for gpu in gpus if gpu.link.gbps and not seen[gpu.index].link.gbps]
     knowledge = msgspec.structs.replace(
         assume_p2p(check(machine, where=where), reported, virtual=virtual),
         assumed_links=tuple(assumed) or msgspec.UNSET,
@@ -224,12 +228,13 @@ def parse_nvidia_smi(text: str, *, where: str) -> tuple[Machine, Knowledge]:
 def has_matrix(text: str) -> bool:
     """Return whether a plain text has the relations of a GPU, as `nvidia-smi topo -m` has them."""
     rows = (line.split() for _, line in _split(text) if _ROW.match(line))
-    return any(_GPU_LABEL.fullmatch(row[0]) and _of_relations(row) for row in rows)
+    matrix = (row for row in rows if _is_relation(row[1]) and {*row}.isdisjoint(_STATUSES))
+    return any(_GPU_LABEL.fullmatch(row[0]) for row in matrix)
 
 
 def name_gpus(machine: Machine, text: str) -> Machine:
     """Return a machine with the names, by index, that a plain text has for its GPUs."""
-    seen: dict[int, _Seen] = {}
+    seen: Mapping[int, _Seen] = {}
     with suppress(InputError):
         seen = _gpus_seen(text.splitlines(), range(MAX_DEVICES), "")
     cards = {index: card_of(of.name) for index, of in seen.items()}
@@ -240,14 +245,6 @@ def name_gpus(machine: Machine, text: str) -> Machine:
         for gpu in machine.gpus
     )
     return msgspec.structs.replace(machine, gpus=tuple(gpus))
-
-
-def _of_relations(row: Sequence[str]) -> bool:
-    return _is_relation(row[1]) and {*row[1:]}.isdisjoint(_STATUSES)
-
-
-def _of(seen: Mapping[int, _Seen], index: int) -> _Seen:
-    return seen.get(index, _Seen())
 
 
 def _gpu(index: int, parent: str, seen: _Seen) -> Gpu:
@@ -272,7 +269,7 @@ def _split(text: str) -> Iterator[_Line]:
         rule = written[max(written.find("|"), 0) :]
         if "-" in rule and _RULES.issuperset(rule):
             continue
-        line = written.replace("|", " ")
+        line = written.translate(_MARKDOWN) if "|" in written else written
         starts = [match.start() for match in _ROW.finditer(line)]
         # What stands before a row is a prefix, or the header where rows run together.
         head = line[: starts[0]] if starts else line
@@ -339,14 +336,14 @@ def _parse_p2p(lines: Sequence[_Line], start: int, where: str) -> dict[tuple[int
     return {(gpus[a], gpus[b]): cells[a][b] == _SUPPORTED for a, b in pairs}
 
 
-def _gpus_seen(lines: Sequence[str], gpus: Sequence[int], where: str) -> dict[int, _Seen]:
+def _gpus_seen(lines: Sequence[str], gpus: Sequence[int], where: str) -> defaultdict[int, _Seen]:
     """Return what lists, tables and queries say of GPUs, by GPU index."""
-    seen: dict[int, _Seen] = {}
+    seen = defaultdict[int, _Seen](_Seen)
     unnumbered: list[_Seen] = []
 
     def add(index: int, name: str, bus_id: str) -> None:
         require(index in gpus, where, f"names GPU {index}, which {_MATRIX} lacks", _SAME)
-        of = seen.setdefault(index, _Seen())
+        of = seen[index]
         of.name, of.bus_id = of.name or name, of.bus_id or bus_id
 
     for number, line in enumerate(lines):
@@ -373,7 +370,7 @@ def _gpus_seen(lines: Sequence[str], gpus: Sequence[int], where: str) -> dict[in
     return seen
 
 
-def _read_links(lines: Sequence[str], gpus: Sequence[int], seen: dict[int, _Seen]) -> None:
+def _read_links(lines: Sequence[str], gpus: Sequence[int], seen: defaultdict[int, _Seen]) -> None:
     """Add the links of `nvidia-smi --query-gpu=... --format=csv`, whose first line names columns.
 
     At rest a link keeps its lanes and not its speed.
@@ -382,15 +379,13 @@ def _read_links(lines: Sequence[str], gpus: Sequence[int], seen: dict[int, _Seen
     names = [_UNIT.sub("", column).strip() for column in columns]
     names[0] = names[0].split(" ")[-1]  # Behind a prefix
     for index, row in zip(gpus, rows, strict=False):
-        cells: dict[str, Any] = dict(
-            zip(names, (_UNIT.sub("", cell) for cell in row), strict=False)
-        )
+        cells = dict(zip(names, (_UNIT.sub("", cell) for cell in row), strict=False))
         number = cells.get("index", str(index)).split(" ")[-1]
         at = int(number) if number.isdecimal() and len(number) < 4 else -1
         if at not in gpus or len(row) != len(columns):
             return
         read = {name: int(text) for name, text in cells.items() if re.fullmatch("[0-9]{1,3}", text)}
-        of = seen.setdefault(at, _Seen())
+        of = seen[at]
         of.name = of.name or cells.get("name", "")
         of.bus_id = of.bus_id or normal_bus_id(cells.get("pci.bus_id", "")) or ""
         lanes = [read.get(f"pcie.link.width.{end}", 0) for end in ("current", "max")]
@@ -409,12 +404,8 @@ def _cpu(text: str) -> tuple[dict[str, Any], bool]:
     named = [name for name, pattern in _CPU_NAMES.items() if pattern.search(text)]
     if vendor not in CPU_VENDORS.values():
         vendor = named[0] if len(named) == 1 else ""
-    numbers = {
-        name: told.get(key, "") for name, key in (("family", "cpu_family"), ("model", "model"))
-    }
-    cpu: dict[str, Any] = {
-        name: int(n) for name, n in numbers.items() if re.fullmatch("[0-9]{1,4}", n)
-    }
+    numbers = (("family", told.get("cpu_family", "")), ("model", told.get("model", "")))
+    cpu: dict[str, Any] = {name: int(n) for name, n in numbers if re.fullmatch("[0-9]{1,4}", n)}
     if re.fullmatch(r"aarch64|ppc64le|x86_64", told.get("architecture", "")):
         cpu["arch"] = told["architecture"]
     virtual = "hypervisor_vendor" in told or told.get("virtualization_type") == "full"
