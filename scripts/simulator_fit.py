@@ -25,7 +25,7 @@ from tccl_py.nccl.graph_search import default_choice
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.view import view
-from tccl_py.plan.chains import condensed
+from tccl_py.plan.chains import condense
 from tccl_py.simulator.descriptions import bundled_names, load_machine
 from tccl_py.simulator.model import MachineModel, Parameters, bundled_parameters
 from tccl_py.simulator.source import Engine
@@ -267,7 +267,7 @@ def observed_all_reduce(row: Published, step_us: float, *, weight: float = 1.0) 
     rings, channels = row.rings, row.settings.channels
     if not rings:
         own = default_choice(seen)
-        rings, channels = condensed(own.rings), max(1, own.channels // 2)
+        rings, channels = condense(own.rings), max(1, own.channels // 2)
     settings = msgspec.structs.replace(row.settings, channels=channels)
     seen = view(model.machine, model.knowledge, settings, gpus=row.gpus)
     space = hop_space(seen, rings_in_set=len(rings))

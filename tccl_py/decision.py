@@ -127,12 +127,12 @@ def best_for(steps: Mapping[ChoiceName, StepTime]) -> ChoiceName:
     return min(usable, key=handicapped)
 
 
-def undominated(
+def drop_worse(
     speeds: Mapping[Name, Mapping[str, float]],
 ) -> tuple[Name, ...]:
     """Return the choices that no other equals or exceeds everywhere; of equal ones the first.
 
-    >>> undominated({"a": {"x": 1.0, "y": 1.0}, "b": {"x": 1.4, "y": 0.7}, "c": {"x": 0.9, "y": 1}})
+    >>> drop_worse({"a": {"x": 1.0, "y": 1.0}, "b": {"x": 1.4, "y": 0.7}, "c": {"x": 0.9, "y": 1}})
     ('a', 'b')
     """
     names = list(speeds)

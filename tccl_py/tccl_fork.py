@@ -123,7 +123,7 @@ def rings_of(plan: Plan) -> ForkPaths:
     planned = [subset for subset in plan.subsets if subset.rings]
     rings += [(s.gpus, _flows(plan, s), s.rate_gbps / len(s.rings)) for s in planned]
     paths = tuple(
-        ForkPath(gpus=gpus, rate_gbps=rate, transfers=_joined(flow.transfers for flow in flows))
+        ForkPath(gpus=gpus, rate_gbps=rate, transfers=_join(flow.transfers for flow in flows))
         for gpus, flows, rate in rings
     )
     blocks, size = min(plan_channels(plan), FORK_CHANNELS), plan.settings.buffsize
@@ -154,7 +154,7 @@ def chains_of(tables: Sequence[ClassRates]) -> ForkPaths:
     for table, (settings, chain) in ((t, pair) for t in tables for pair in t.all_chains()):
         key = chain.entry_nic, chain.hops[0].flow.blocks or 1, settings.buffsize
         for gpus, names in images(chain.entry_nic, table.gpus).items():
-            path = _path(gpus, _relabelled(chain, names), is_image=gpus != table.gpus)
+            path = _path(gpus, _relabel(chain, names), is_image=gpus != table.gpus)
             if path is None or key[1] > FORK_CHANNELS:
                 continue
             group = groups.setdefault(key, {})
@@ -173,7 +173,7 @@ def chains_of(tables: Sequence[ClassRates]) -> ForkPaths:
     return ForkPaths(paths=paths, blocks=blocks, fifo_bytes=size, nic=nic)
 
 
-def _relabelled(chain: PlanChain, names: Permutation) -> PlanChain:
+def _relabel(chain: PlanChain, names: Permutation) -> PlanChain:
     """Return a chain with all GPUs and NUMA nodes mapped; its NIC stays."""
     hops = []
     for hop in chain.hops:
@@ -183,7 +183,7 @@ def _relabelled(chain: PlanChain, names: Permutation) -> PlanChain:
     return msgspec.structs.replace(chain, hops=tuple(hops))
 
 
-def _joined(parts: Iterable[Iterable[Transfer]]) -> tuple[Transfer, ...]:
+def _join(parts: Iterable[Iterable[Transfer]]) -> tuple[Transfer, ...]:
     return tuple(itertools.chain.from_iterable(parts))
 
 
@@ -208,9 +208,9 @@ def _path(gpus: tuple[int, ...], chain: PlanChain, *, is_image: bool) -> ForkPat
         if is_relayed or chain.entry_nic != chain.exit_nic:
             return None
         first, last = first[1:], last[:-1]  # Without the crossings to other nodes
-    transfers = _joined([first, *inner, last])
+    transfers = _join([first, *inner, last])
     # The fork sets up a GPU by the transfers that name the GPU: one is needed.
-    if not transfers or any(typed(transfer) == _COPIED for transfer in transfers):
+    if not transfers or any(type_transfer(transfer) == _COPIED for transfer in transfers):
         return None
     rate = chain.rate_gbps
     return ForkPath(gpus=gpus, rate_gbps=rate, transfers=transfers, ends=ends, is_image=is_image)
@@ -248,11 +248,11 @@ def table_bytes(num_gpus: int, num_bits: int) -> int:
     return int(2 ** (num_gpus + 4 + 4 * num_bits)) * (24 + transfers)
 
 
-def typed(transfer: Transfer) -> str:
+def type_transfer(transfer: Transfer) -> str:
     """Return the fork's type of a transfer inside a node.
 
     >>> from tccl_py.model.transfer import parse_flow
-    >>> [typed(transfer) for transfer in parse_flow("G0->G0->C1->G4->G4").transfers]
+    >>> [type_transfer(transfer) for transfer in parse_flow("G0->G0->C1->G4->G4").transfers]
     ['GPU_WRITE_CPUMEM_KERNEL', 'GPU_READ_CPUMEM_KERNEL']
 
     Raises InputError: the fork has no name for it.
@@ -266,7 +266,7 @@ def typed(transfer: Transfer) -> str:
     return f"{name}_{'MEMCPY' if transfer.uses_copy_engine else 'KERNEL'}"
 
 
-def _named(
+def _name_movement(
     kind: str, source: Place, destination: Place, numa: Mapping[int, int], prefix: str = ""
 ) -> str:
     """Return a movement as attributes; indices are of GPUs, or of NUMA nodes by the system."""
@@ -277,7 +277,7 @@ def _named(
 
 def _crossing(name: str, leaves: Place, lands: Place, numa: Mapping[int, int]) -> str:
     kind = "_".join("CPU" if place.kind == "C" else "GPU" for place in (leaves, lands))
-    return _named(f"{kind}_INTER", leaves, lands, numa, f"{name}_")
+    return _name_movement(f"{kind}_INTER", leaves, lands, numa, f"{name}_")
 
 
 def _lines(path: ForkPath, numa: Mapping[int, int], *ends: str) -> Iterator[str]:
@@ -285,7 +285,7 @@ def _lines(path: ForkPath, numa: Mapping[int, int], *ends: str) -> Iterator[str]
     rate = f'gbps="{float(f"{path.rate_gbps:.6g}")!r}"'
     yield f"      <transfers {' '.join((rate, *ends))}>"
     for moved in path.transfers:
-        text = _named(typed(moved), moved.source, moved.destination, numa)
+        text = _name_movement(type_transfer(moved), moved.source, moved.destination, numa)
         yield f"        <transfer {text}/>"
     yield "      </transfers>"
 

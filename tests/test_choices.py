@@ -18,7 +18,7 @@ from tccl_py.nccl.graph_search import default_choice
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.view import view
-from tccl_py.plan.chains import AS_GOOD, CHOICES, FailingPair, Failure, condensed
+from tccl_py.plan.chains import AS_GOOD, CHOICES, FailingPair, Failure, condense
 from tccl_py.plan.text import summary
 from tccl_py.planning.choices import own_gbps, rated_choices
 from tccl_py.planning.handle import load_plan
@@ -155,7 +155,7 @@ def test_variables_do_at_least_as_well_as_any_p2p_level_with_the_rings_that_nccl
     for level in (None, "SYS", "PHB", "PXB", "LOC"):
         settings = Settings(p2p_level=level)
         found = default_choice(view(model.machine, model.knowledge, settings))
-        orders = condensed(found.rings)
+        orders = condense(found.rings)
         for count in (found.channels, 16, 32):
             changed = msgspec.structs.replace(
                 settings,

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from tccl_py.nccl.plugin import LIBRARY
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.retuning import retuned
+from tccl_py.plan.retuning import retune
 from tests.planned import SMALL, needing_a_graph, plan_of, replace_plan
 
 
@@ -69,7 +69,7 @@ def test_env_names_what_contradicts_the_plan_and_is_not_replaced_by_what_it_expo
     plan = plan_of(SMALL)
     larger = replace(plan.settings, buffsize=1 << 20)
     variables = replace(plan.choices["variables"], settings=larger, predicted_gbps=plan.rate_gbps)
-    write_plan(replace_plan(retuned(plan, larger), variables=variables), place)
+    write_plan(replace_plan(retune(plan, larger), variables=variables), place)
 
     def errors(choice="graph", **own):
         clean = {name: text for name, text in os.environ.items() if not name.startswith("NCCL_")}

@@ -17,7 +17,7 @@ from tccl_py.experiments.rounds import RunBudget, budget_of
 from tccl_py.experiments.spec import WrongValue
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.staging import locked
+from tccl_py.plan.staging import lock_directory
 from tccl_py.plan.text import advice
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.workloads.workload import Workload, WorkloadRow, write_workload
@@ -402,7 +402,7 @@ def test_copy_engines_that_lose_at_a_size_are_not_recommended(tmp_path, jobs):
 
 def test_a_plan_that_another_run_has_is_left_alone(place, jobs):
     fake = jobs(lambda size: 1.0)
-    with locked(place):
+    with lock_directory(place):
         found = tccl("verify", place, "--backend", "host")
     assert (found.exit_code, found.stdout) == (2, "")
     assert "another run; wait for" in found.stderr and f"{place}" in found.stderr

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tccl_py.decision import best_for, harm, step_times, undominated
+from tccl_py.decision import best_for, drop_worse, harm, step_times
 from tccl_py.experiments.comparison import LEAST_ROUNDS, MAX_ROUNDS
 from tccl_py.experiments.record import Verification
 from tccl_py.files import decode_json
@@ -247,7 +247,7 @@ def test_neither_the_unit_of_time_nor_of_a_step_changes_the_decision(table, unit
 @given(st.dictionaries(st.integers(), st.lists(SPEEDS, min_size=3, max_size=3), min_size=1))
 def test_a_dominated_choice_never_appears_and_each_left_out_has_one_that_dominates(table):
     speeds = {name: dict(zip("xyz", row, strict=True)) for name, row in table.items()}
-    shown = undominated(speeds)
+    shown = drop_worse(speeds)
 
     def dominates(ours, theirs):
         return all(ours[key] >= theirs[key] for key in "xyz")

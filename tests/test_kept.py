@@ -27,7 +27,7 @@ from tccl_py.nccl.transport import (
 )
 from tccl_py.nccl.validator import validate
 from tccl_py.nccl.view import direct_pairs, view
-from tccl_py.plan.chains import condensed
+from tccl_py.plan.chains import condense
 from tccl_py.plan.directory import nccl_files
 from tccl_py.planning.handle import load_plan
 from tccl_py.planning.planner import make_cluster_plan, make_plan
@@ -213,7 +213,7 @@ def test_stock_is_what_nccl_does_with_the_variable_too(name):
     if "over their NICs" in plan.choices["default"].note:
         assert plan.choices["default"].rate_gbps is None
         return
-    orders = condensed(choice.rings)
+    orders = condense(choice.rings)
     settings = Settings(p2p_level="LOC", channels=max(1, choice.channels // 2))
     space = hop_space(view(model.machine, model.knowledge, settings), rings_in_set=len(orders))
     rings = ring_set([ring_like(space, order) for order in orders])

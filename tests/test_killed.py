@@ -18,7 +18,7 @@ from tccl_py.experiments.target import Target
 from tccl_py.installation.install import install, uninstall
 from tccl_py.plan.directory import write_nccl_files, write_plan
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.staging import MANIFEST_FILE, REPLACING, check_files, locked, settle
+from tccl_py.plan.staging import MANIFEST_FILE, REPLACING, check_files, lock_directory, settle
 from tccl_py.planning.output import output_directory
 from tccl_py.simulator.descriptions import load_bundled
 from tests.cluster_plans import equal_hosts, mixed
@@ -129,7 +129,7 @@ def test_tuning_that_is_killed_leaves_the_plan_as_it_was_or_tuned(tmp_path):
         write_plan(plan, place, models=as_only(load_bundled(SMALL)))
 
     for _ in killed_at_each(begin, Target(plan=tuned, directory=place, graphs={}).write):
-        with locked(place):
+        with lock_directory(place):
             assert names(place) == {"plan.json", MANIFEST_FILE, "nccl", "machines"}
             assert load_plan(place) in (plan, tuned)
             check_files(place)

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from tccl_py.delivery.launched import launched
+from tccl_py.delivery.launched import find_launch
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +19,7 @@ def known(monkeypatch):
     def launched_with(*command, **variables):
         for name, text in variables.items():
             monkeypatch.setenv(name, text)
-        return launched(command)
+        return find_launch(command)
 
     return launched_with
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tccl_py.model.machine import Knowledge, NvLink
 from tccl_py.nccl.settings import Settings, check_settings
-from tccl_py.plan.chains import condensed
+from tccl_py.plan.chains import condense
 from tccl_py.planning.choices import SettingsSearch, as_graph, mechanisms, rated_choices
 from tccl_py.planning.request import Task, rings_under
 from tccl_py.planning.study import CAREFUL, bare_copies, measured_well, search_under
@@ -190,7 +190,7 @@ ORDERS = st.sampled_from([(0, 1, 2), (0, 2, 1)])
 
 @given(st.lists(ORDERS, min_size=1, max_size=16))
 def test_condensed_rings_keep_their_shares(orders):
-    short = condensed(orders)
+    short = condense(orders)
     times = len(orders) // len(short)
     assert sorted(short * times) == sorted(orders)
 

@@ -18,7 +18,7 @@ from tccl_py.nccl.view import view
 from tccl_py.plan.chains import SizeAnswer
 from tccl_py.plan.load import check_plan, load_plan
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.retuning import retuned
+from tccl_py.plan.retuning import retune
 from tccl_py.plan.size_choices import (
     SIZES,
     list_by_size,
@@ -147,7 +147,7 @@ def test_no_reason_is_named_for_choices_that_nccl_did_not_make():
 
 def test_answers_under_other_settings_are_no_longer_shown():
     plan = asked(plan_of("asus-esc8000a-e13p"))
-    tuned = retuned(plan, replace(plan.settings, buffsize=1 << 20))
+    tuned = retune(plan, replace(plan.settings, buffsize=1 << 20))
     assert {row.algorithm for rows in size_choices(plan).values() for row in rows} == {"nvls"}
     assert {row.algorithm for rows in size_choices(tuned).values() for row in rows} == {"ring"}
 

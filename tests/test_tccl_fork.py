@@ -30,7 +30,7 @@ from tccl_py.tccl_fork import (
     mask_of,
     numa_ids,
     table_bytes,
-    typed,
+    type_transfer,
 )
 from tests.nccl_cases import CASES
 from tests.networked import networked_machine
@@ -68,7 +68,7 @@ def moved(flows, numa):
         return numa[place.index] if place.kind == "C" else place.index
 
     return tuple(
-        TypedTransfer(typed(one), index(one.source), index(one.destination))
+        TypedTransfer(type_transfer(one), index(one.source), index(one.destination))
         for flow in flows
         for one in flow.transfers
     )
@@ -199,7 +199,7 @@ def test_the_fastest_chain_of_the_means_with_most_sets_is_taken():
     found = chains_of(tables)
     assert [(path.gpus, path.rate_gbps) for path in found.paths] == [((0, 1), 6.0), ((0,), 10.0)]
     assert (found.nic, found.blocks, found.fifo_bytes) == (0, 1, 4 << 20)
-    assert [typed(transfer) for transfer in found.paths[0].transfers] == [
+    assert [type_transfer(transfer) for transfer in found.paths[0].transfers] == [
         *("GPU_READ_CPUMEM_KERNEL", "GPU_READ_GPUMEM_KERNEL", "GPU_WRITE_CPUMEM_KERNEL")
     ]
     assert [str(place) for place in found.paths[0].ends] == ["C0", "C1"]
@@ -367,13 +367,13 @@ def test_a_note_never_ends_its_comment(note):
     ],
 )
 def test_flows_become_typed_transfers(flow, types):
-    assert [typed(one) for one in parse_flow(flow).transfers] == types
+    assert [type_transfer(one) for one in parse_flow(flow).transfers] == types
 
 
 @pytest.mark.parametrize("flow", ["G0->N0->N0", "h0.G0->h0.G0->h0.G1"])
 def test_flows_that_leave_the_node_have_no_type(flow):
     with pytest.raises(InputError, match=r"that the TCCL fork has"):
-        typed(parse_flow(flow).transfers[0])
+        type_transfer(parse_flow(flow).transfers[0])
 
 
 def test_bits_and_the_size_of_the_forks_table():

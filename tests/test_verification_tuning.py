@@ -28,8 +28,8 @@ from tccl_py.nccl.validator import NodeJob, validate_cluster
 from tccl_py.plan.directory import nccl_files, write_plan
 from tccl_py.plan.host_files import host_graphs
 from tccl_py.plan.load import check_plan
-from tccl_py.plan.retuning import gdr_variants, keeps_rings, retuned
-from tccl_py.plan.staging import locked
+from tccl_py.plan.retuning import gdr_variants, keeps_rings, retune
+from tccl_py.plan.staging import lock_directory
 from tccl_py.plan.text import summary
 from tccl_py.planning.handle import load_plan
 from tccl_py.simulator.descriptions import model_for, read_description
@@ -354,7 +354,7 @@ def test_settings_are_tried_only_where_nccl_ends_up_with_their_channels(rate):
 def test_channels_that_nccl_would_double_at_the_rate_achieved_are_asked_for(rate, channels):
     plan = hoppers(50.0)
     settings = msgspec.structs.replace(plan.settings, channels=channels)
-    made = check_plan(retuned(plan, settings, achieved_gbps=rate), where="plan")
+    made = check_plan(retune(plan, settings, achieved_gbps=rate), where="plan")
     assert len(judged(made).rings) == 2 * made.settings.channels
     while rate / channels > 45 and channels < 8:
         channels *= 2
@@ -395,7 +395,7 @@ def test_rings_of_a_retuned_plan_are_the_same_and_its_parts_fit(plan, tmp_path):
         settings = msgspec.structs.replace(
             plan.settings, channels=channels, buffsize=size, shm_locality=side
         )
-        made = check_plan(retuned(plan, settings, achieved_gbps=12.0), where="plan")
+        made = check_plan(retune(plan, settings, achieved_gbps=12.0), where="plan")
         assert (made.orders, made.hosts) == (plan.orders, plan.hosts)
         assert (made.choices["graph"].achieved_gbps, made.bound_gbps, made.whole_ring_gbps) == (
             12.0,
@@ -415,11 +415,11 @@ def test_landings_are_tried_only_where_bytes_of_the_plans_rings_land_elsewhere()
     for one in found:
         fields = {"net_gdr_level": None, "net_gdr_read": None}
         assert msgspec.structs.replace(one, **fields) == plan.settings
-        made = retuned(plan, one, achieved_gbps=80.0)
+        made = retune(plan, one, achieved_gbps=80.0)
         moved = {hop.flow for chain in made.paths[0].chains for hop in chain.hops}
         assert moved != flows
         assert keeps_rings(plan, one)
-    assert len({str(retuned(plan, one, achieved_gbps=80.0).paths) for one in found}) == len(found)
+    assert len({str(retune(plan, one, achieved_gbps=80.0).paths) for one in found}) == len(found)
 
 
 class FakeJobs(Ending):
@@ -474,7 +474,7 @@ def test_a_plan_that_was_just_written_is_tuned_by_its_job(tmp_path, monkeypatch,
     fake = FakeJobs(None, at=0)
     monkeypatch.setattr("tccl_profiler.cluster.agents.RankJobs", lambda job: fake)
     # Who plans has the directory already.
-    with locked(tmp_path):
+    with lock_directory(tmp_path):
         made = verify.tuned_plan(tmp_path, object(), "host")
     assert made == load_plan(tmp_path)
     assert made.settings.algo == "Ring"

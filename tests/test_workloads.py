@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
 from tccl_py.experiments.collectives import Collective
-from tccl_py.workloads.bundled import BUNDLED, bundled
+from tccl_py.workloads.bundled import BUNDLED, load_bundled
 from tccl_py.workloads.sources import open_workload
 from tccl_py.workloads.workload import (
     Workload,
@@ -49,7 +49,7 @@ def test_a_pipe_gets_a_workload(tmp_path):
     command = [sys.executable, "-m", "tccl_py", "workload", "fsdp", "--quiet", "-o", str(link)]
     printed = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=60).stdout
     (tmp_path / "job.json").write_bytes(printed[: printed.rindex(b"}") + 1])
-    assert read_workload(tmp_path / "job.json").rows == bundled("fsdp", 8).rows
+    assert read_workload(tmp_path / "job.json").rows == load_bundled("fsdp", 8).rows
 
 
 WRONG = [
@@ -118,14 +118,14 @@ def test_a_file_that_is_no_workload_is_one_sentence_about_the_file(content, tmp_
 @pytest.mark.parametrize("name", BUNDLED)
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_a_bundled_workload_is_for_any_number_of_ranks(name, ranks, tmp_path):
-    workload = bundled(name, ranks)
+    workload = load_bundled(name, ranks)
     write_workload(workload, tmp_path / "it.json")
     assert read_workload(tmp_path / "it.json") == workload
     assert workload.source.startswith("formula") and workload.ranks == ranks
 
 
 def bytes_of(name, collective, ranks=8):
-    rows = bundled(name, ranks).rows
+    rows = load_bundled(name, ranks).rows
     return sum(
         row.bytes * row.calls * len(row.groups) for row in rows if row.collective == collective
     )
@@ -160,7 +160,7 @@ def test_a_directory_is_no_file_for_a_workload(tmp_path, monkeypatch):
 
 def test_an_unknown_name_lists_the_bundled_ones():
     with pytest.raises(InputError, match="data-parallel"):
-        bundled("no-such")
+        load_bundled("no-such")
 
 
 def test_ranks_of_a_file_are_its_own(tmp_path):

@@ -39,7 +39,7 @@ from tccl_py.plan.chains import CHOICES, ChoiceName
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import plan_in
-from tccl_py.plan.staging import locked
+from tccl_py.plan.staging import lock_directory
 from tccl_py.report.sizes import SIZES, entry_lines, tuning_facts
 from tccl_py.report.tables import (
     TRIED,
@@ -185,7 +185,7 @@ def _job_options(
         job = stack.enter_context(controlled_job()) if in_job() else None
         plan_in(directory)
         # A plan that is written into it meanwhile would get the results of another one.
-        stack.enter_context(locked(directory))
+        stack.enter_context(lock_directory(directory))
         yield Launcher(
             job=job,
             backend=kind or "cuda",

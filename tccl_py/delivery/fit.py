@@ -41,7 +41,7 @@ def differences(
     another: list[str] = []
     notes: list[str] = []
     if present_gpus is not None:
-        another += _changed(_places(machine.gpus), _places(present_gpus), gpus)
+        another += _list_changes(_places(machine.gpus), _places(present_gpus), gpus)
     uuids = planned.uuids(machine) if present_gpus is None else {}
     for place, (index, uuid) in enumerate(uuids.items()):
         present_uuid = present.gpu_uuids[place] if place < len(present.gpu_uuids) else None
@@ -139,14 +139,14 @@ def why_not_of_class(plan: Plan, host: str, gpus: Sequence[GpuFacts | Gpu]) -> s
     number = plan.cluster.host_classes[host]
     present = {gpu.index: gpu.name for gpu in gpus}
     planned = {gpu.index: gpu.name for gpu in plan.cluster.classes[number].machine.gpus}
-    return "; ".join(_changed(planned, present, plan.class_gpus[number]))
+    return "; ".join(_list_changes(planned, present, plan.class_gpus[number]))
 
 
 def _places(gpus: Sequence[GpuFacts | Gpu]) -> dict[int, str]:
     return {gpu.index: f"{gpu.name} at {gpu.bus_id}" for gpu in gpus}
 
 
-def _changed(
+def _list_changes(
     planned: Mapping[int, str], present: Mapping[int, str], gpus: Sequence[int]
 ) -> list[str]:
     return [

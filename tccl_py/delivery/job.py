@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from tccl_py.delivery.fit import host_here, why_not_fit, why_not_with
-from tccl_py.delivery.launched import Launched, launched
+from tccl_py.delivery.launched import Launched, find_launch
 from tccl_py.delivery.plugin import plugin_exports
 from tccl_py.errors import InputError, require
 from tccl_py.model.cluster import shown
@@ -104,7 +104,7 @@ def deliver(plan: Plan, directory: Path, request: JobRequest, *, say: Say) -> De
         say(f"the plan is disabled, it is a {DRY_RUN}")
         return Delivery(disabled=DRY_RUN)
     files = check_files(directory).files
-    launch, is_named = launched(request.command), (request.gpus, request.host) != (None, None)
+    launch, is_named = find_launch(request.command), (request.gpus, request.host) != (None, None)
     place_of = _over_gpus if plan.cluster.closes else _on_host
     if place_of is _over_gpus and request.gpus is None and not request.plugin:
         request = msgspec.structs.replace(request, gpus=_visible(plan, launch, say))
@@ -119,7 +119,7 @@ def deliver(plan: Plan, directory: Path, request: JobRequest, *, say: Say) -> De
         return Delivery(job=place.job, disabled=disabled, refused=True)
     _check_choice(plan, request)
     # 2. Choose: a graph file needs its own GPUs, and placed buffers the plugin or a rank's memory.
-    choice, refused = request.choice or _offered(plan, request.gpus, say), bool(place.no_file)
+    choice, refused = request.choice or _offer(plan, request.gpus, say), bool(place.no_file)
     plugin, file, numa_id = request.plugin, "", None
     if place.no_file:
         # A job whose ranks have unlike NCCL_BUFFSIZE or numbers of channels fails or hangs.
@@ -275,7 +275,7 @@ def planned_or_installed(plan: Plan) -> str:
     return plan.settings.version if installed is None else installed.version
 
 
-def _offered(plan: Plan, gpus: Iterable[int] | None, say: Say) -> ChoiceName:
+def _offer(plan: Plan, gpus: Iterable[int] | None, say: Say) -> ChoiceName:
     """Return the recommended choice for a job over these GPUs, or a smaller one if it is as good.
 
     Without a gain by its graph file it is the variables, without one by these default NCCL.

@@ -69,7 +69,7 @@ class Launched(msgspec.Struct, frozen=True, kw_only=True):
         return ""
 
 
-def launched(command: Sequence[str] = ()) -> Launched:
+def find_launch(command: Sequence[str] = ()) -> Launched:
     """Return what is known of the job of this process, or of one that this command starts."""
     # 1. Launchers that started this process. Variables of an outer one, or of the job that
     #    submitted this one, may be left over: one that has ranks elsewhere is believed.

@@ -104,16 +104,16 @@ def _part(name: str, words: Sequence[str]) -> Started:
     launcher = _LAUNCHERS[name]
     # 1. Count hosts. Those that are not understood may be others.
     elsewhere, hosts = "", 1
-    for options, counted in ((launcher.hosts, _count), (launcher.names, _listed)):
-        by, text = _given(name, options, words)
+    for options, counted in ((launcher.hosts, _count), (launcher.names, _count_listed)):
+        by, text = _find_option(name, options, words)
         if text and (hosts := counted(text) or 0) != 1:
             elsewhere = f"{by} says {hosts or shown(text)}"
             break
     # 2. Count ranks. Of several programs, as -n 4 one : -n 4 other, each has its own number.
-    source, text = _given(name, launcher.each, words)
+    source, text = _find_option(name, launcher.each, words)
     ranks = _count(text)
     parts = [tuple(part) for colon, part in groupby(words, ":".__eq__) if not colon] or [()]
-    programs = [_given(name, launcher.all, part) for part in parts]
+    programs = [_find_option(name, launcher.all, part) for part in parts]
     counts = [count for _, text in programs if (count := _count(text)) is not None]
     if ranks is None and len(counts) == len(programs):
         source, ranks = programs[0][0], ceil(sum(counts) / max(hosts, 1))
@@ -123,7 +123,7 @@ def _part(name: str, words: Sequence[str]) -> Started:
     return Started(ranks=ranks, source=source, elsewhere=elsewhere, **marks)
 
 
-def _given(name: str, options: Collection[str], words: Sequence[str]) -> tuple[str, str]:
+def _find_option(name: str, options: Collection[str], words: Sequence[str]) -> tuple[str, str]:
     """Return the first of some options with its value; else a variable that stands for one."""
     for word, following in pairwise((*words, "")):
         option, equals, value = word.partition("=")
@@ -142,7 +142,7 @@ def _count(text: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def _listed(text: str) -> int | None:
+def _count_listed(text: str) -> int | None:
     """Return the number of hosts in a list or its file; None if they are not understood."""
     with suppress(InputError):
         return len(listed_hosts(text, where="hosts"))

@@ -22,7 +22,7 @@ from tccl_py.model.measurement import IN_DRY_RUN, BandwidthSource, mark
 from tccl_py.model.rings import Hop, Ring, neighbours
 from tccl_py.model.transfer import transfer_set
 from tccl_py.nccl.settings import Settings, pinned_level
-from tccl_py.plan.chains import ChoiceName, Order, condensed
+from tccl_py.plan.chains import ChoiceName, Order, condense
 from tccl_py.plan.plan import Plan
 from tccl_py.planning.request import Task, rings_under
 from tccl_py.sources.bench import Bench, bench_of
@@ -109,7 +109,7 @@ def _part(plan: Plan, source: Bench, gpus: Order, name: ChoiceName) -> _Part:
         rings_alone = task.own_choice(settings)
         # NCCL doubles the channels of its own search as it does a graph file's.
         settings = replace(settings, channels=max(1, rings_alone.channels // 2))
-        orders = condensed(rings_alone.rings)
+        orders = condense(rings_alone.rings)
     else:
         orders = planned.rings
         nodes = dict(zip(planned.gpus, planned.nodes, strict=False))

@@ -44,7 +44,7 @@ from tccl_py.plan.host_files import HOSTS_FOLDER
 from tccl_py.plan.machine_files import GRAPH_FILE, class_view
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import ProvenLinks, planned_fingerprint
-from tccl_py.plan.retuning import gdr_variants, keeps_rings, retuned
+from tccl_py.plan.retuning import gdr_variants, keeps_rings, retune
 from tccl_py.plan.tables import kept_files
 from tccl_py.planning.plan_sources import planned_models
 from tccl_py.planning.request import of_transports
@@ -233,7 +233,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         plan, rates = self.plan, rates or {}
         if "graph" in changes or rates:
             settings = changes.get("graph", plan.settings)
-            plan = retuned(plan, settings, achieved_gbps=rates.get("graph"))
+            plan = retune(plan, settings, achieved_gbps=rates.get("graph"))
         if "variables" in changes:
             settings = changes["variables"]
             rings = tuple(self._own_rings(settings)) or None

@@ -16,13 +16,13 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from tccl_py.decision import undominated
+from tccl_py.decision import drop_worse
 from tccl_py.experiments.comparison import Timed
 from tccl_py.experiments.record import ArmResult, Verification
 from tccl_py.experiments.spec import Row, calls_of, is_large
 from tccl_py.files import says
 from tccl_py.plan.chains import ChoiceName
-from tccl_py.workloads.bundled import BUNDLED, bundled
+from tccl_py.workloads.bundled import BUNDLED, load_bundled
 
 _MOST_UNKNOWN = 0.1
 """Share of a workload's bytes that may be without times."""
@@ -51,7 +51,7 @@ def trade_offs(result: Verification) -> tuple[TradeOff, ...]:
     if ranks < 2 or "default" not in arms:
         return ()
     curves = {name: _curves(arm, ranks) for name, arm in arms.items()}
-    jobs = {name: calls_of(bundled(name, ranks)) for name in BUNDLED}
+    jobs = {name: calls_of(load_bundled(name, ranks)) for name in BUNDLED}
     speeds: dict[ChoiceName, dict[str, float]] = {
         name: {
             job: speed
@@ -67,7 +67,7 @@ def trade_offs(result: Verification) -> tuple[TradeOff, ...]:
     }
     return tuple(
         TradeOff(choice=name, harmless=arms[name].accepted, workloads=speeds[name])
-        for name in undominated(compared)
+        for name in drop_worse(compared)
     )
 
 

@@ -35,7 +35,7 @@ from tccl_py.explanation.findings import (
     Finding,
     Instead,
     RingExplanation,
-    described,
+    describe_flows,
     finding_of,
     finding_sentence,
     instead_text,
@@ -50,7 +50,7 @@ from tccl_py.model.transfer import Fifo, Flow, TransferSet, transfer_set
 from tccl_py.nccl.settings import pinned_level
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.view import direct_pairs, view
-from tccl_py.plan.chains import condensed, slowest_first
+from tccl_py.plan.chains import condense, slowest_first
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.text import has_stand_ins
 from tccl_py.sources.bench import bench_for
@@ -93,7 +93,7 @@ def ring_flows(plan: Plan) -> Iterator[RingFlows]:
 
 def _default(plan: Plan) -> RingFlows | None:
     """Return default NCCL's rings; None if a hop of them goes over NICs."""
-    orders = condensed(plan.choices["default"].rings or ())
+    orders = condense(plan.choices["default"].rings or ())
     topo = view(plan.machine, plan.knowledge, plan.choices["default"].settings, gpus=plan.gpus)
     space = hop_space(topo, rings_in_set=len(orders))
     try:
@@ -347,7 +347,7 @@ class _ClassExplainer:
         doubt = ", as far as such varying rates tell" if slowest.slowdown > 1 / HURT else ""
         return (
             f"Nothing hurts: the slowest hop is as fast as it is alone{doubt}. It is "
-            f"{short(slowest.flows[0])} ({described(self._machine, slowest.flows)}), "
+            f"{short(slowest.flows[0])} ({describe_flows(self._machine, slowest.flows)}), "
             f"{slowest.gbps:.2f} GB/s ({self._mark})."
             f"{instead_text(slowest.gbps, slowest.instead, alone=True)}"
         )

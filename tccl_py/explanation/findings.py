@@ -179,7 +179,9 @@ def finding_sentence(machine: Machine, finding: Finding, *, mark: str) -> str:
     """Return a finding as text; `mark` is `simulated` or `measured`."""
     alone, flows = finding.each_alone_gbps, finding.flows
     error = f" \u00b1 {1.96 * finding.error:.1%}" if finding.error else ""
-    text = f"{_names(flows)} ({described(machine, flows)}): {_rates(finding.each_gbps)}{error} "
+    text = (
+        f"{_names(flows)} ({describe_flows(machine, flows)}): {_rates(finding.each_gbps)}{error} "
+    )
     if len(flows) == 1:
         others = instead_text(finding.gbps, finding.instead, alone=True)
         return f"{text}({mark}), even alone.{others}"
@@ -195,7 +197,7 @@ def finding_sentence(machine: Machine, finding: Finding, *, mark: str) -> str:
     return text + instead_text(finding.gbps, finding.instead)
 
 
-def described(machine: Machine, flows: Sequence[Flow]) -> str:
+def describe_flows(machine: Machine, flows: Sequence[Flow]) -> str:
     """Return the mechanisms of flows, their common host memory, and the crossing between GPUs."""
     kinds = Counter(map(kind_of, flows))
     text = ", ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items()))

@@ -95,7 +95,7 @@ class Paths:
             or not uplinks.intersection(self.machine.ancestors(part.device))
         ]
         parts.sort(key=lambda part: (get_args(Kind).index(part.kind), *_by_index(part.device)))
-        return tuple(_shared({way for way in passings if way.part == part}) for part in parts)
+        return tuple(_find_shared({way for way in passings if way.part == part}) for part in parts)
 
     def _of(self, transfer: Transfer) -> Iterator[Passing]:
         source, destination = transfer.source.device, transfer.destination.device
@@ -191,7 +191,7 @@ def device_words(device: str) -> str:
     return f"{'GPU' if device[0] == 'G' else 'NIC'} {device[1:]}"
 
 
-def _shared(passings: set[Passing]) -> Shared:
+def _find_shared(passings: set[Passing]) -> Shared:
     first = min(passings)
     kind = f"{first.part.kind} {'+'.join(sorted(passing.direction for passing in passings))}"
     words = first.words if len(passings) == 1 else f"{first.part.words} (in both directions)"

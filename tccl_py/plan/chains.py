@@ -267,7 +267,7 @@ def as_good(rates: dict[ChoiceName, tuple[float, float]]) -> ChoiceName:
     )
 
 
-def preferred(rate: float, than: float, *, less: bool) -> bool:
+def prefer(rate: float, than: float, *, less: bool) -> bool:
     """Return whether a rate is clearly higher, or as high with fewer rings or channels (`less`)."""
     return rate > than * (1 + AS_GOOD) or (less and rate >= than * (1 - AS_GOOD / 2))
 
@@ -296,10 +296,10 @@ def sender_nodes(machine: Machine, rings: Iterable[Ring | PlanChain]) -> tuple[i
     return tuple(node for _, node in sorted(nodes.items()))
 
 
-def condensed(orders: Sequence[Item]) -> tuple[Item, ...]:
+def condense(orders: Sequence[Item]) -> tuple[Item, ...]:
     """Return the shortest list of rings with the same shares: equal channels are one ring.
 
-    >>> condensed([(0, 1), (1, 0), (0, 1), (1, 0)])
+    >>> condense([(0, 1), (1, 0), (0, 1), (1, 0)])
     ((0, 1), (1, 0))
     """
     counts = Counter(orders)

@@ -42,7 +42,7 @@ def path_space(plan: Plan, path: HostPath, settings: Settings, count: int) -> Ho
     return chain_hop_space(host_view, nics=nics, chains_in_set=count)
 
 
-def _moved(plan: Plan, path: HostPath, settings: Settings) -> HostPath:
+def _move(plan: Plan, path: HostPath, settings: Settings) -> HostPath:
     """Return a path with the flows of its chains under these settings.
 
     Raises SearchError: a pair of its GPUs, or a GPU and a NIC, has no hop then.
@@ -60,7 +60,7 @@ def _moved(plan: Plan, path: HostPath, settings: Settings) -> HostPath:
 
 
 def _all_moved(plan: Plan, settings: Settings) -> tuple[HostPath, ...]:
-    return tuple(_moved(plan, path, settings) for path in plan.paths)
+    return tuple(_move(plan, path, settings) for path in plan.paths)
 
 
 def _flows(path: HostPath) -> list[Flow]:
@@ -100,7 +100,7 @@ def _gdr_of_classes(plan: Plan, settings: Settings) -> Iterator[Settings]:
             yield from gdr_settings(class_view(plan, number, settings), nics=nics)
 
 
-def retuned(plan: Plan, settings: Settings, *, achieved_gbps: float | None = None) -> Plan:
+def retune(plan: Plan, settings: Settings, *, achieved_gbps: float | None = None) -> Plan:
     """Return the same rings under other settings, with the bandwidth that jobs achieved.
 
     Where NCCL would double the channels once more at this rate, the files ask for as many. Raises

@@ -159,7 +159,7 @@ def write_with_plan(
     with explain_errors(directory, "cannot be written", SPACE):
         _tidy(directory)
     staged = {**with_manifest(files), _MARK: ""}
-    with _staged(staged, directory, STAGING, directory) as staging:
+    with _stage(staged, directory, STAGING, directory) as staging:
         try:
             check(staging)
         except InputError as error:
@@ -177,13 +177,13 @@ def settle(directory: Path) -> None:
     """
     end = time.monotonic() + PATIENCE_S
     while _is_replaced(directory) and os.access(directory, os.W_OK) and time.monotonic() < end:
-        with suppress(InputError), locked(directory):
+        with suppress(InputError), lock_directory(directory):
             return
         time.sleep(_NAP_S)
 
 
 @contextmanager
-def locked(directory: Path) -> Iterator[None]:
+def lock_directory(directory: Path) -> Iterator[None]:
     """Hold `directory` against other runs; the system releases it however this run ends.
 
     The remains of a killed run are undone or swept first. Raises InputError: another run has it, or
@@ -219,7 +219,7 @@ def write_new_directory(output: Path, files_of: Callable[[Path], Files]) -> int:
             make(output.absolute().parent, made)
             prefix = f".{output.name[:100]}.tccl-"
             parent = output.absolute().parent
-            with _staged(files, parent, prefix, output, linked=True) as staging:
+            with _stage(files, parent, prefix, output, linked=True) as staging:
                 staging.rename(output)
         except BaseException:
             unmake(made)
@@ -245,7 +245,7 @@ def unmake(made: Sequence[Path]) -> None:
 
 
 @contextmanager
-def _staged(
+def _stage(
     files: Files, directory: Path, prefix: str, target: Path, *, linked: bool = False
 ) -> Iterator[Path]:
     """Make a new folder in `directory` with these files, removed at the end unless it was moved.

@@ -226,12 +226,12 @@ def read_tables(directory: Path, classes: Iterable[NodeClass]) -> list[ClassRate
     tables = []
     for name, text in kept_files(directory, of_name).items():
         where = str(directory / name)
-        table = _checked(decode_json(text, KeptTable, where=where, name="table"), of_name, where)
+        table = _check(decode_json(text, KeptTable, where=where, name="table"), of_name, where)
         tables.append(ClassRates(of_name[table.node_class], table))
     return tables
 
 
-def _checked(table: KeptTable, classes: Mapping[str, NodeClass], where: str) -> KeptTable:
+def _check(table: KeptTable, classes: Mapping[str, NodeClass], where: str) -> KeptTable:
     """Return a table whose parts fit together; paths of a plan made of it are checked again."""
     check_version(table.format_version, FORMAT_VERSION, where)
     if table.node_class not in classes:

@@ -97,10 +97,10 @@ def _advice(plan: Plan) -> str:
     ended = "was clearly faster before the search ended early"
     if name == "default":
         none = f". No variable or graph file {ended if early else 'is clearly faster'}."
-        return f"Leave NCCL as it is{_offered(plan) or none}"
+        return f"Leave NCCL as it is{_say_offer(plan) or none}"
     if plan.is_by_variables:
         none = f". No graph file {ended if early else 'is needed'}."
-        return f"Set {variables}{times}{_offered(plan) or none}"
+        return f"Set {variables}{times}{_say_offer(plan) or none}"
     if plan.needs_plugin:
         by = "Load the NCCL plugin"
         if why_no_plugin(plan.settings.version):
@@ -111,7 +111,7 @@ def _advice(plan: Plan) -> str:
     return f"Use the graph file and set {variables}{times}."
 
 
-def _offered(plan: Plan) -> str:
+def _say_offer(plan: Plan) -> str:
     """Return what would be faster for large all-reduces, where more than these decided; or ""."""
     base, rates = "default NCCL", plan.rates
     gains = {name: plan.gain(name) or 0.0 for name in plan.choices}

@@ -94,8 +94,8 @@ def choices_along_cables(
 ) -> tuple[Choice, Choice]:
     """Return default NCCL, and its own rings with the variables of a plan's settings."""
     own = [channels_on(node, node.stock) for node in nodes]
-    default = _rated(default, cluster, nodes, own)
-    if any(map(_excluded, nodes)):
+    default = _rate(default, cluster, nodes, own)
+    if any(map(_find_excluded, nodes)):
         note = "NCCL takes NICs too that lead to no host of the job"
         fails = default.fails or Failure(verdict=CANNOT_CONNECT)
         default = msgspec.structs.replace(default, predicted_gbps=None, note=note, fails=fails)
@@ -103,10 +103,10 @@ def choices_along_cables(
     under = msgspec.structs.replace(variables.settings, **changes)
     own = [channels_on(node, _own_under(node, settings)) for node in nodes]
     variables = msgspec.structs.replace(variables, settings=under)
-    return default, _rated(variables, cluster, nodes, own)
+    return default, _rate(variables, cluster, nodes, own)
 
 
-def _excluded(node: ClassRates) -> set[str]:
+def _find_excluded(node: ClassRates) -> set[str]:
     """Return the names of a class's NICs without a cable, which its own chains leave out."""
     own, nics = node.kept.default_settings, node.node_class.machine.nics
     excludes = own.ib_hca or own.socket_ifname
@@ -119,14 +119,14 @@ def _own_under(node: ClassRates, settings: Settings) -> OwnChains | DefaultChoic
     One list holds for all hosts: a NIC with a cable on one may have none on another.
     """
     names = {name.partition(":")[0] for name in (*settings.ib_hca, *settings.socket_ifname)}
-    if names.isdisjoint(_excluded(node)):
+    if names.isdisjoint(_find_excluded(node)):
         return node.stock
     named = {"ib_hca": settings.ib_hca, "socket_ifname": settings.socket_ifname}
     under = msgspec.structs.replace(node.stock.settings, **named)
     return default_choice_or_sys(node.view(under), nodes=2)
 
 
-def _rated(
+def _rate(
     choice: Choice,
     cluster: Cluster,
     nodes: Sequence[ClassRates],

@@ -15,7 +15,7 @@ from tccl_py.nccl.graph_search import DefaultChoice
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.transport import candidates, chunk_bytes, values_of
 from tccl_py.nccl.versions import version_facts
-from tccl_py.plan.chains import AS_GOOD, preferred, why_unsound
+from tccl_py.plan.chains import AS_GOOD, prefer, why_unsound
 from tccl_py.planning.request import Rings, Task, of_transports, rings_under
 from tccl_py.planning.study import (
     SIMPLE_ORDER,
@@ -97,7 +97,7 @@ class SettingsSearch:
         return remaining
 
     def _note(self, choice: Candidate) -> None:
-        tuned = choice if self.cancelled else _tuned(self._task, choice)
+        tuned = choice if self.cancelled else _tune(self._task, choice)
         self.searched.append(tuned)
         self._known.append(tuned.rings.rings)
         if tuned.rate_gbps > self.best.rate_gbps * (1 + WORTH):
@@ -177,7 +177,7 @@ def _channel_counts(task: Task) -> tuple[int, ...]:
     return tuple(count for count in CHANNELS if min(task.least_channels, most) <= count <= most)
 
 
-def _tuned(task: Task, choice: Candidate) -> Candidate:
+def _tune(task: Task, choice: Candidate) -> Candidate:
     """Return the same rings with the best channels and FIFO size, fewest and largest first."""
     distinct = condensed_rings(choice.rings.rings)
     bounces = any(hop.flow.is_bounce for ring in choice.rings.rings for hop in ring.hops)
@@ -198,7 +198,7 @@ def _tuned(task: Task, choice: Candidate) -> Candidate:
                 (len(option.orders), option.settings.channels, -option.settings.buffsize)
                 for option in (tried, best)
             ]
-            if preferred(tried.rate_gbps, best.rate_gbps, less=costs[0] < costs[1]):
+            if prefer(tried.rate_gbps, best.rate_gbps, less=costs[0] < costs[1]):
                 best = tried
     return best
 

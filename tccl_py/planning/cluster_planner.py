@@ -29,7 +29,7 @@ from tccl_py.plan.tables import FORK_CHANNELS, ClassRates, KeptTable
 from tccl_py.planning.chain_search import ClassStudy, HostTask, used_nics
 from tccl_py.planning.choices import mechanisms, own_gbps
 from tccl_py.planning.join import best_rings, plan_over
-from tccl_py.planning.parts import answered, job_gpus
+from tccl_py.planning.parts import answer_sets, job_gpus
 from tccl_py.planning.request import EVERY_SET, PlanRequest, all_limited, of_transports, task_for
 from tccl_py.search.problem import Reporter
 from tccl_py.sources.bench import Allowance, Bench
@@ -264,7 +264,7 @@ class SeveralHosts:
             return node
 
         others = (gpus for gpus in kept if gpus != self.gpus[number])
-        return answered([*new, *others], searched)
+        return answer_sets([*new, *others], searched)
 
 
 def _nics(cluster: Cluster, node_class: NodeClass) -> tuple[int, ...]:

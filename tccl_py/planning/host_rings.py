@@ -21,7 +21,7 @@ from tccl_py.model.cluster import Cluster, SwitchTree
 from tccl_py.nccl.network import EvenUse, NicPair
 from tccl_py.nccl.settings import Settings
 from tccl_py.plan.chains import AS_GOOD as WORTH
-from tccl_py.plan.chains import PlanChain, preferred
+from tccl_py.plan.chains import PlanChain, prefer
 from tccl_py.plan.tables import ClassRates, KeptChains, NicPairs
 from tccl_py.planning.study import JoinedRings
 
@@ -186,7 +186,7 @@ class RingSearch(msgspec.Struct, frozen=True, kw_only=True):
         if ring is not None and ring.hosts != self.cluster.names:
             with suppress(SearchError):
                 given = self._ring_by(rate, count, keep_order=True)
-                if given and not preferred(ring.rate_gbps, given.rate_gbps, less=False):
+                if given and not prefer(ring.rate_gbps, given.rate_gbps, less=False):
                     ring = msgspec.structs.replace(given, bound_gbps=given.rate_gbps)
         return None if ring is None else (ring, ring.crossings)
 

@@ -123,7 +123,7 @@ def plan_job(
     made = planned(cluster)
     outliers = {} if made.cancelled else _odd_in_classes(source, made, old, samples)
     if outliers:
-        cluster, named = _split(cluster, outliers)
+        cluster, named = _split_odd(cluster, outliers)
         say(named)
         notices += named
         # The other classes are answered from memory.
@@ -131,8 +131,8 @@ def plan_job(
             asked.tables.clear()
         made = planned(cluster)
     equal = [name for name, n in cluster.host_classes.items() if name not in old and n in samples]
-    notices += _told("added as equal to their class, by samples", equal)
-    return _finished(made, source, notices)
+    notices += _tell("added as equal to their class, by samples", equal)
+    return _finish(made, source, notices)
 
 
 def plan_unmeasured(
@@ -151,7 +151,7 @@ def plan_unmeasured(
     sources, notes = dict(others), tuple[str, ...]()
     if source is None:
         name = cluster.classes[number].name
-        notes = _told(f"added as equal to {name}, without any sample", new)
+        notes = _tell(f"added as equal to {name}, without any sample", new)
     elif new:
         if why := difference(source, samples.get(number, ())):
             cluster = split_classes(cluster, [new])
@@ -161,15 +161,15 @@ def plan_unmeasured(
     return asked.plan(cluster, sources, notes)
 
 
-def _told(text: str, hosts: Sequence[str]) -> tuple[str, ...]:
+def _tell(text: str, hosts: Sequence[str]) -> tuple[str, ...]:
     return (f"{text}: {', '.join(hosts)}",) if hosts else ()
 
 
-def _split(cluster: Cluster, causes: Mapping[str, str]) -> tuple[Cluster, tuple[str, ...]]:
+def _split_odd(cluster: Cluster, causes: Mapping[str, str]) -> tuple[Cluster, tuple[str, ...]]:
     """Return the cluster with odd hosts in classes of their own, and a notice on each."""
     single, more = list(causes)[:MOST_ODD], list(causes)[MOST_ODD:]
     notes = tuple(f"host {name}: {causes[name]}; planned as a class of its own" for name in single)
-    notes += _told("more hosts differ from their class, and stay in it", more)
+    notes += _tell("more hosts differ from their class, and stay in it", more)
     return split_classes(cluster, [[name] for name in single]), notes
 
 
@@ -200,7 +200,7 @@ def _sample(chains: Sequence[PlanChain], error: float) -> Sample:
     return Sample(flows, min(chain.rate_gbps for chain in chains), error / _95_PERCENT)
 
 
-def _finished(made: Plan, source: HostsSource, notices_of_hosts: tuple[str, ...]) -> Plan:
+def _finish(made: Plan, source: HostsSource, notices_of_hosts: tuple[str, ...]) -> Plan:
     """Return a plan with the rate of all rings at once, its notices, and counts of sets."""
     transport = source.session.transport
     if made.assumed:

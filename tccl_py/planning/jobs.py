@@ -34,7 +34,7 @@ from tccl_py.plan.chains import Choice, ChoiceName
 from tccl_py.plan.host_files import order_files
 from tccl_py.plan.machine_files import conf_text, env_text
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.retuning import retuned
+from tccl_py.plan.retuning import retune
 from tccl_py.plan.staging import write_new_directory
 from tccl_py.plan.tables import ClassRates, KeptTable, OwnChains, read_tables
 from tccl_py.planning.cables import failing
@@ -116,7 +116,7 @@ def as_achieved(
         try:
             if plan.settings.channels % made.ring_count:
                 raise SearchError("rings have unequal channels")
-            tuned = retuned(made, replace(plan.settings, **nics))
+            tuned = retune(made, replace(plan.settings, **nics))
         except (InputError, SearchError):
             winner = "variables" if winner == "graph" else winner
     listed = ", ".join(f"{share:.2f} ({name})" for name, share in shares.items())
@@ -226,7 +226,7 @@ def image_of(table: KeptTable, host: NodeClass, gpus: tuple[int, ...]) -> KeptTa
     nics = [f"N{nic}" for nic in table.nics]
     fits = onto(symmetry, [f"G{gpu}" for gpu in table.gpus], [f"G{gpu}" for gpu in gpus])
     for row in symmetry.elements[fits & onto(symmetry, nics, nics)][:_MOST_TRIED]:
-        image = _relabelled(table, gpus, mapping(symmetry, row))
+        image = _relabel(table, gpus, mapping(symmetry, row))
         if Counter(image.stock.chains) == Counter(new.chains) and _is_possible(image, host):
             # In NCCL's order of channels.
             stock = msgspec.structs.replace(image.stock, chains=new.chains)
@@ -251,7 +251,7 @@ def _own_choice(host: NodeClass, settings: Settings, gpus: tuple[int, ...]) -> D
     return default_choice_or_sys(view(host.machine, host.knowledge, settings, gpus=gpus), nodes=2)
 
 
-def _relabelled(table: KeptTable, gpus: tuple[int, ...], names: Permutation) -> KeptTable:
+def _relabel(table: KeptTable, gpus: tuple[int, ...], names: Permutation) -> KeptTable:
     """Return a table with all GPUs, NICs and NUMA nodes mapped; `plain` stays."""
     replace = msgspec.structs.replace
 

@@ -24,7 +24,7 @@ from tccl_py.nccl.graph_search import DefaultChain, default_choice
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import view
 from tccl_py.plan.chains import AS_GOOD as WORTH
-from tccl_py.plan.chains import Choice, ChoiceName, Failure, failure_over, preferred
+from tccl_py.plan.chains import Choice, ChoiceName, Failure, failure_over, prefer
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.retuning import ends_as_measured
 from tccl_py.plan.tables import ClassRates, OwnChains
@@ -36,7 +36,7 @@ from tccl_py.planning.cables import (
 )
 from tccl_py.planning.host_rings import ClusterRings, RingSearch
 from tccl_py.planning.request import PlanRequest
-from tccl_py.planning.study import SIMPLE_ORDER, JoinedRings, assembled
+from tccl_py.planning.study import SIMPLE_ORDER, JoinedRings, assemble_plan
 
 CANDIDATES = 6
 """Choices of settings that are merged over all classes, the most promising first, and the most
@@ -58,7 +58,7 @@ def plan_over(cluster: Cluster, nodes: Sequence[ClassRates], request: PlanReques
     elif cluster.rails == "only":
         default, variables = _on_rails(default, variables, cluster, nodes)
     used = {cluster.host_classes[name] for name in best.hosts}
-    return assembled(
+    return assemble_plan(
         cluster,
         tuple(node.gpus for node in nodes),
         msgspec.structs.replace(best, settings=settings),
@@ -97,7 +97,7 @@ def best_rings(
                 continue
             cost = rings.rings, rings.settings.channels
             less = best is not None and cost < (best.rings, best.settings.channels)
-            if best is None or preferred(rings.rate_gbps, best.rate_gbps, less=less):
+            if best is None or prefer(rings.rate_gbps, best.rate_gbps, less=less):
                 best = rings
         if best is not None and cluster.cables:
             best = _of_all_dealings(cluster, nodes, best, keep_order=keep_order)
@@ -121,7 +121,7 @@ def _of_all_dealings(
         rings = _realisable(search, count) if best.settings.channels % count == 0 else None
         if rings is None or rings.settings != best.settings:
             continue
-        if preferred(rings.rate_gbps, best.rate_gbps, less=False):
+        if prefer(rings.rate_gbps, best.rate_gbps, less=False):
             best = rings
         elif count == best.rings:
             # The first dealing is as fast, and bounded now.
@@ -255,7 +255,7 @@ def _on_rails(
         own = [[channels] for channels in map(channels_on, nodes, railed)]
         stays = failing(_own_choice("variables", cluster, nodes, railed), cluster, own)
         rate = variables.rate_gbps or 0.0
-        if stays.rate_gbps is not None and preferred(stays.rate_gbps, rate, less=False):
+        if stays.rate_gbps is not None and prefer(stays.rate_gbps, rate, less=False):
             variables = stays
     return default, variables
 

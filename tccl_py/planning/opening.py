@@ -18,7 +18,7 @@ from tccl_py.plan.chains import Choice, Failure
 from tccl_py.plan.plan import Plan
 from tccl_py.planning.planner import plan_hosts
 from tccl_py.planning.request import PlanRequest, chosen_gpus, not_pinned, of_transports
-from tccl_py.planning.subject import Say, Subject, simulated, with_proof
+from tccl_py.planning.subject import Say, Subject, open_model, with_proof
 from tccl_py.search.problem import Reporter
 from tccl_py.simulator.model import MachineModel
 
@@ -69,7 +69,7 @@ def machine_subject(
     """
     if request.simulate is None and model is None:
         return _here(request, say, asked)
-    model, source = simulated(request, model or request.simulate or "")
+    model, source = open_model(request, model or request.simulate or "")
     gpus = chosen_gpus(model.machine, request.gpus)
     cluster = single_host(model.machine, model.knowledge, gpus)
 

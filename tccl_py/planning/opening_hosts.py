@@ -28,7 +28,7 @@ from tccl_py.planning.hosts import HostsRequest, plan_job, plan_unmeasured
 from tccl_py.planning.installed_nccl import version_to_plan
 from tccl_py.planning.plan_sources import addresses_of, heard_by, planned_models
 from tccl_py.planning.request import PlanRequest
-from tccl_py.planning.subject import UNDER_MPI, Say, Subject, simulated, with_proof
+from tccl_py.planning.subject import UNDER_MPI, Say, Subject, open_model, with_proof
 from tccl_py.readers.cables import (
     Addresses,
     Heard,
@@ -141,7 +141,7 @@ def _of_hosts(asked: HostsRequest, models: Models) -> tuple[Subject, Cluster]:
     model, source, by_name = None, None, dict[str, Simulator]()
     request, known = asked.request, asked.known
     if request.simulate is not None:
-        model, source = simulated(request, request.simulate)
+        model, source = open_model(request, request.simulate)
         nodes, switches = request.nodes, request.switches
         cluster = simulated_cluster(model, nodes, request.hosts, switches, known)
         by_name = {name: Simulator(m) for name, m in models.items() if m is not None}
@@ -252,7 +252,7 @@ def simulated_cluster(
 
     Raises InputError: neither, too few or too many, or both and they differ.
     """
-    listed, of_model = _listed(nodes, hosts, known), pick(model, "machine", "knowledge")
+    listed, of_model = _list(nodes, hosts, known), pick(model, "machine", "knowledge")
     reports = _new_reports(listed, of_model, known)
     return _cluster(reports, switches, known, where=hosts or "cluster")
 
@@ -343,7 +343,7 @@ def _cluster(
     return split_classes(check_cluster(cabled, where=where), groups.values())
 
 
-def _listed(nodes: int | None, text: str | None, known: Cluster | None) -> tuple[HostSlots, ...]:
+def _list(nodes: int | None, text: str | None, known: Cluster | None) -> tuple[HostSlots, ...]:
     if text is not None:
         hosts = listed_hosts(text, where="`hosts`")
         named = known is not None or nodes == 1 or [host.name for host in hosts] != [text]

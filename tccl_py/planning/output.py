@@ -10,7 +10,7 @@ from tccl_py.errors import InputError
 from tccl_py.files import check_path, explain_errors, missing
 from tccl_py.model.measurement import JOURNAL_FILE
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.staging import FOLDERS, PLAN_FILE, locked, make, unmake
+from tccl_py.plan.staging import FOLDERS, PLAN_FILE, lock_directory, make, unmake
 from tccl_py.sources.journal import read_journal
 
 
@@ -34,7 +34,7 @@ def output_directory(directory: Path, *, force: bool | None) -> Iterator[Path]:
         make(directory, made)
     # Not taken away if another run has it by now.
     journal = directory / JOURNAL_FILE
-    with locked(directory), _taken_away(made, journal):
+    with lock_directory(directory), _taken_away(made, journal):
         with explain_errors(directory, *unusable):
             _check_held(directory, force=force)
         yield journal

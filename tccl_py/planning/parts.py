@@ -1,6 +1,6 @@
 """Parts of a plan's GPUs: which of them get answers, and rings for those of one host.
 
-Rings for parts of one host and chains for jobs over several share the walk over sets (`answered`),
+Rings for parts of one host and chains for jobs over several share `answer_sets`, a walk over sets,
 the task of a set (`Task.over`), and the search under a choice of settings (`answer_under`). A ring
 is searched under the plan's settings alone, and compared with NCCL's own rings, for the plugin:
 what is kept is an order and one rate, also for all images of a set (`SubsetRings`). Chains are
@@ -91,7 +91,7 @@ def _named_gpus(item: str, gpus: Sequence[int]) -> list[tuple[int, ...]]:
     return [tuple(sorted(indices))] if set(indices) <= set(gpus) else []
 
 
-def answered(
+def answer_sets(
     gpu_sets: Sequence[Order],
     ask: Callable[[Order], Answer | None],
     images: Callable[[Answer], Mapping[Order, Answer]] = lambda _: {},
@@ -119,10 +119,12 @@ def smaller_sets(
     variables = plan.job_settings if plan.is_by_variables else plan.choices["variables"].settings
     if everywhere or plan.recommended == "graph":
         planned = subset_rings(task, best.settings, best.orders)
-        return _rated(task, planned, (best.settings, variables))
+        return _rate(task, planned, (best.settings, variables))
     few = len(task.gpus) <= ALL_SUBSETS_UP_TO
     if few and plan.is_by_variables and plugin_environment(variables)[1]:
-        return answered(subsets(task.machine, task.gpus), partial(_by_variables, task, variables))
+        return answer_sets(
+            subsets(task.machine, task.gpus), partial(_by_variables, task, variables)
+        )
     return ()
 
 
@@ -135,14 +137,14 @@ def subset_rings(
     ALL_SUBSETS_UP_TO GPUs only the usual subsets are planned.
     """
     symmetry = automorphisms(task.machine, task.knowledge)
-    return answered(
+    return answer_sets(
         subsets(task.machine, task.gpus),
         lambda gpus: _subset(task, settings, orders, gpus),
         lambda planned: _images(planned, symmetry),
     )
 
 
-def _rated(
+def _rate(
     task: Task, planned: Iterable[SubsetRings], settings: Iterable[Settings]
 ) -> tuple[SubsetRings, ...]:
     """Return the subsets, with whether NCCL's own rings are slower under any of these settings."""

@@ -50,7 +50,7 @@ from tccl_py.planning.study import (
     Candidate,
     JoinedRings,
     Stock,
-    assembled,
+    assemble_plan,
     limit_gbps,
     measure_hops_alone,
     measured_well,
@@ -102,7 +102,7 @@ def plan_hosts(
     while True:
         try:
             with _judging_links(filter(None, benches)):
-                return _planned(request, cluster, class_gpus, benches, **more)
+                return _plan(request, cluster, class_gpus, benches, **more)
         except UnsoundLinkError:
             # The benches remember what they measured, and each time a link more is known.
             del (tables or [])[:]
@@ -142,7 +142,7 @@ def _with_links(
     return msgspec.structs.replace(cluster, classes=tuple(classes))
 
 
-def _planned(
+def _plan(
     request: PlanRequest,
     cluster: Cluster,
     class_gpus: Sequence[Order],
@@ -238,7 +238,7 @@ class OneHost:
             assumed=measurement.assumed,
         )
 
-        plan = assembled(
+        plan = assemble_plan(
             self.cluster,
             self.gpus,
             joined,

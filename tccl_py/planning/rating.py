@@ -15,7 +15,7 @@ from tccl_py.model.measurement import BandwidthSource, Sources
 from tccl_py.model.rings import HopSpace, nics_of, ring_like, ring_set
 from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.nccl.transport import blocks_of_ring
-from tccl_py.plan.chains import WORLD, HostPath, Order, Orders, PlanChain, condensed
+from tccl_py.plan.chains import WORLD, HostPath, Order, Orders, PlanChain, condense
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.machine_files import class_view
 from tccl_py.plan.plan import Plan
@@ -39,7 +39,7 @@ def rate_of_rings(plan: Plan, rings: Orders, settings: Settings | None, source: 
     numbers = [host.path for host in plan.hosts]
     like = [_like(plan.paths[path], part) for path, part in zip(numbers, parts, strict=True)]
     # Rings are equal if they are on all hosts.
-    chains = zip(*condensed(list(zip(*like, strict=True))), strict=True)
+    chains = zip(*condense(list(zip(*like, strict=True))), strict=True)
     sources = benches_of(plan, source)
     hosts = dict.fromkeys(zip(numbers, chains, strict=True))
     # Orders over several hosts are as fast as the slowest host lets them be.

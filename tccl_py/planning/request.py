@@ -34,7 +34,7 @@ from tccl_py.nccl.system import PathType
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.versions import ASSUMED, Level
 from tccl_py.nccl.view import NcclView, view
-from tccl_py.plan.chains import Order, condensed, why_unsound
+from tccl_py.plan.chains import Order, condense, why_unsound
 from tccl_py.search.problem import Budget, Reporter, SearchProblem, SetRule, check_budget
 from tccl_py.search.strategies import Strategy, strategy_name
 from tccl_py.sources.bench import Allowance, Bench, bench_for
@@ -190,7 +190,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 
         Raises SearchError: a pair of neighbours has no hop.
         """
-        return rings_under(self, settings, condensed(nccl.rings))
+        return rings_under(self, settings, condense(nccl.rings))
 
     @property
     def symmetry(self) -> Symmetry:

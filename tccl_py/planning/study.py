@@ -24,7 +24,7 @@ from tccl_py.plan.chains import (
     Order,
     PlanChain,
     PlannedHost,
-    condensed,
+    condense,
     is_at_bound,
 )
 from tccl_py.plan.machine_files import path_types
@@ -89,7 +89,7 @@ class Stock(Candidate, frozen=True, kw_only=True):
 def condensed_rings(rings: Sequence[Ring]) -> tuple[Ring, ...]:
     """Return the shortest list of rings with the same shares; rings are equal by GPUs and NICs."""
     routes = {route(path): path for path in rings}
-    return tuple(routes[path] for path in condensed([route(path) for path in rings]))
+    return tuple(routes[path] for path in condense([route(path) for path in rings]))
 
 
 def route(ring: Ring) -> tuple[tuple[object, ...], ...]:
@@ -238,7 +238,7 @@ class JoinedRings(msgspec.Struct, frozen=True, kw_only=True):
     bound_assumptions: tuple[str, ...]
 
 
-def assembled(
+def assemble_plan(
     cluster: Cluster,
     class_gpus: Sequence[tuple[int, ...]],
     joined: JoinedRings,

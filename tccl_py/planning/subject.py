@@ -54,7 +54,7 @@ class Subject(msgspec.Struct, kw_only=True):
         return self.source.keep_in(journal, replace=replace)
 
 
-def simulated(request: PlanRequest, name: str | MachineModel) -> tuple[MachineModel, Bench]:
+def open_model(request: PlanRequest, name: str | MachineModel) -> tuple[MachineModel, Bench]:
     """Open the model that a request names, or a model as the request has it."""
     loaded = name if isinstance(name, MachineModel) else load_machine(name)
     model = settle_model(loaded, p2p=request.p2p, cpu=request.cpu)

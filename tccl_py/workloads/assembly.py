@@ -42,7 +42,7 @@ def workload_of(recording: Recording, *, name: str, source: str) -> Workload:
         if communicator.number in used and found < size:
             fault = f"has {found} of the {size} ranks of a communicator"
             raise InputError(where, fault, "give the files of all ranks, of all hosts")
-    ranks, assumed = _numbered(recording, communicators, used)
+    ranks, assumed = _number(recording, communicators, used)
     notices = [*recording.notices, *filter(None, [assumed])]
     calls = {number: np.frombuffer(rank.events, np.uint32) for number, rank in ranks.items()}
     numbers = {rank: number for number, rank in ranks.items()}
@@ -68,7 +68,7 @@ _HOW = "record with NCCL_DEBUG=INFO and NCCL_DEBUG_SUBSYS=INIT,COLL, or by `tccl
 _NO_CALLS = f"`tccl advise FILE` says what a log has; {_HOW}"
 
 
-def _numbered(
+def _number(
     recording: Recording, communicators: Sequence[RecordedCommunicator], used: Set[int]
 ) -> tuple[dict[int, RecordedRank], str]:
     """Return the ranks by their numbers in the job, and a notice if those are assumed."""
@@ -195,7 +195,7 @@ def _rows(
                 else:
                     continue
                 totals[row] = totals.get(row, 0) + count
-    return _packed(totals), unequal
+    return _pack(totals), unequal
 
 
 def _by_key(ops: Calls) -> dict[Key, float]:
@@ -207,7 +207,7 @@ def _by_key(ops: Calls) -> dict[Key, float]:
     return totals
 
 
-def _packed(totals: Mapping[Key, float]) -> tuple[WorkloadRow, ...]:
+def _pack(totals: Mapping[Key, float]) -> tuple[WorkloadRow, ...]:
     """Return rows of equal calls, each of groups that share no rank."""
     packed: dict[Key, list[tuple[set[int], list[tuple[int, ...]]]]] = {}
     for (*key, group), count in totals.items():

@@ -157,10 +157,10 @@ BUNDLED = tuple(_BUNDLED)
 """The names of bundled workloads."""
 
 
-def bundled(name: str, ranks: int = 8) -> Workload:
+def load_bundled(name: str, ranks: int = 8) -> Workload:
     """Return a bundled workload over a number of ranks (InputError for an unknown name).
 
-    >>> bundled("tensor-parallel-decode").rows[0].bytes
+    >>> load_bundled("tensor-parallel-decode").rows[0].bytes
     524288
     """
     if name not in _BUNDLED:

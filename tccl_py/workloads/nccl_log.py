@@ -25,7 +25,7 @@ from tccl_py.workloads.recording import (
     Transfer,
     Transfers,
     call,
-    rooted,
+    list_rooted,
 )
 from tccl_py.workloads.workload import ELEMENT_BYTES, TIMES_RANKS, WorkloadDtype
 
@@ -218,5 +218,5 @@ class _Reader:
             event = call(own, collective, _DTYPES[dtype], size, stream)
         else:
             gather = name == "Gather"
-            event = rooted(own, made.place, root, size, stream, gather=gather)
+            event = list_rooted(own, made.place, root, size, stream, gather=gather)
         self.recording.add(made.rank, event)

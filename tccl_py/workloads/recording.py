@@ -170,7 +170,7 @@ def call(
     return (op,) if on.size > 1 and count_bytes else ()
 
 
-def rooted(
+def list_rooted(
     on: RecordedCommunicator, place: int, root: int, count_bytes: int, stream: int, *, gather: bool
 ) -> Event:
     """Return the sends of the rank at `place` in a gather to a root, or a scatter from it."""

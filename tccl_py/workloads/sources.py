@@ -10,7 +10,7 @@ from pathlib import Path
 from tccl_py.errors import InputError, require, spell
 from tccl_py.files import reading
 from tccl_py.workloads.assembly import workload_of
-from tccl_py.workloads.bundled import BUNDLED, bundled
+from tccl_py.workloads.bundled import BUNDLED, load_bundled
 from tccl_py.workloads.nccl_log import read_nccl_logs
 from tccl_py.workloads.torch_trace import GZIP, read_torch_traces
 from tccl_py.workloads.workload import Workload, read_workload
@@ -31,7 +31,7 @@ def open_workload(names: Sequence[str], *, name: str = "", ranks: int = 8) -> Wo
     their reader.
     """
     if len(names) == 1 and names[0] in BUNDLED:
-        return bundled(names[0], ranks)
+        return load_bundled(names[0], ranks)
     missing = next((text for text in names if not Path(text).exists()), None)
     right = f"name one bundled workload, of {', '.join(BUNDLED)}, or files of a job"
     require(missing is None, f"workload {missing!r}", "is no file", right)
@@ -59,7 +59,7 @@ def workload_for(text: str) -> Callable[[int], Workload]:
     Raises InputError: no such name or file, or it is none.
     """
     if text in BUNDLED:
-        return partial(bundled, text)
+        return partial(load_bundled, text)
     made = open_workload([text])
     return lambda _: made
 

@@ -28,7 +28,7 @@ from tccl_py.workloads.recording import (
     Transfer,
     Transfers,
     call,
-    rooted,
+    list_rooted,
 )
 from tccl_py.workloads.workload import ELEMENT_BYTES, MAX_RANKS, WorkloadCollective, WorkloadDtype
 
@@ -273,7 +273,7 @@ def _event(
         return call(on, "all_reduce", "float32", 4, stream)
     if name in ("gather", "scatter"):
         size = _bytes(args, "In" if name == "gather" else "Out")
-        return rooted(on, place, int(args["Rank"]), size, stream, gather=name == "gather")
+        return list_rooted(on, place, int(args["Rank"]), size, stream, gather=name == "gather")
     collective = _NAMES.get(name)
     if collective is None:
         return None

@@ -21,7 +21,7 @@ from tccl_py.nccl.plugin.index import INDEX_FILE
 from tccl_py.nccl.tuner import TunerEntry, TunerTable
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.results import Tuning, keep_tuning
-from tccl_py.plan.retuning import retuned
+from tccl_py.plan.retuning import retune
 from tccl_py.readers.live import discover_machine
 from tests.gpu.ranks import groups_of, run_ranks, torch_nccl
 from tests.plugin.logs import assert_own_rings
@@ -136,7 +136,7 @@ def test_placed_buffers_change_nothing_on_the_nodes_that_nccl_takes(planned, tmp
     only = replace(plan.cluster.classes[0], machine=machine)
     plan = replace(plan, cluster=replace(plan.cluster, classes=(only,)))
     placed = {"p2p_level": "LOC", "shm_locality": "sender", "shm_placement": True}
-    plan = retuned(plan, replace(plan.settings, **placed))
+    plan = retune(plan, replace(plan.settings, **placed))
     conf = tmp_path / "nccl.conf"
     conf.write_text(install(tmp_path / "plan", plan, fingerprint))
     logs = run_job(way, size, conf, tmp_path)

@@ -8,7 +8,7 @@ import pytest
 from tccl_py.delivery.plugin import plugin_exports
 from tccl_py.installation.trial import communicators, try_plugin
 from tccl_py.nccl.plugin.index import read_index
-from tccl_py.plan.retuning import retuned
+from tccl_py.plan.retuning import retune
 from tests.gpu.ranks import REAL, torch_nccl
 from tests.gpu.test_plugin_on_gpus import install, planned  # noqa: F401 (a fixture)
 
@@ -20,7 +20,7 @@ def test_a_trial_as_with_a_later_nccl_goes_well_with_this_one(planned, tmp_path)
     size, plan, fingerprint = planned
     replace, version = msgspec.structs.replace, torch_nccl()
     if version >= (2, 30):
-        plan = retuned(plan, replace(plan.settings, buffsize=131072, min_channels=4))
+        plan = retune(plan, replace(plan.settings, buffsize=131072, min_channels=4))
     subsets = [replace(one, gains=one.gpus != (0, 1)) for one in plan.subsets]
     plan = replace(plan, subsets=tuple(subsets))
     install(tmp_path / "plan", plan, fingerprint)

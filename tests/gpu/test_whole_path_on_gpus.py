@@ -16,7 +16,7 @@ import pytest
 from tccl_py.nccl.plugin.build import build_plugin
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.retuning import retuned
+from tccl_py.plan.retuning import retune
 from tccl_py.readers.live import discover_machine
 from tests.gpu.ranks import BRIEF, CHANNELS, PINNED, REAL, REPOSITORY, SHARE, run_ranks
 from tests.gpu.test_profiler_on_gpus import eventually, used_mib, workers
@@ -159,7 +159,7 @@ def with_few_channels(plan):
     by_variables = replace(plan.choices["variables"].settings, min_channels=None)
     plan = replace_plan(plan, variables=replace(plan.choices["variables"], settings=by_variables))
     channels = min(plan.settings.channels, 4)
-    return retuned(plan, replace(plan.settings, channels=channels, min_channels=None))
+    return retune(plan, replace(plan.settings, channels=channels, min_channels=None))
 
 
 def program(size, conf, folder):
