@@ -18,10 +18,8 @@ import tccl_py
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.model.measurement import JOURNAL_FILE
-from tccl_py.model.rings import Hop, Ring
 from tccl_py.model.transfer import parse_flow
 from tccl_py.nccl.settings import environment
-from tccl_py.plan.chains import WORLD, PlanChain, PlanHop
 from tccl_py.plan.hop_rows import way
 from tccl_py.plan.staging import MANIFEST_FILE
 from tccl_py.planning.opening_hosts import simulated_cluster
@@ -29,7 +27,6 @@ from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled, read_description
 from tccl_py.sources.journal import read_journal
 from tccl_py.sources.profiled import MeasurementOptions
-from tests.cluster_plans import mixed
 from tests.planned import ASUS, FOUR_GPUS, SMALL, plan_of, replace_plan
 
 NODE = "nvswitch-8gpu-8nic"
@@ -327,25 +324,6 @@ def test_in_notebooks_machines_and_plans_are_drawn_whole(monkeypatch):
     assert model._repr_svg_() == model.machine._repr_svg_()
 
 
-def test_a_ring_is_drawn_with_an_arrow_for_each_hop_and_its_slowest_marked(monkeypatch):
-    monkeypatch.setitem(sys.modules, "IPython", object())
-    tccl_py.load_machine(SMALL)
-    ring = plan_of(ASUS).rings[0]
-    page = ring._repr_svg_()
-    assert page.count('class="gpu"') == page.count('class="head') == len(ring.hops)
-    assert 'slowest"' not in page
-    bare = Ring(hops=tuple(Hop(hop.source, hop.target, hop.flow) for hop in ring.hops))
-    assert bare._repr_svg_().count('class="head') == len(ring.hops)
-    hops = (
-        PlanHop(source=WORLD, target=0, flow=parse_flow("N0->N0->G0"), rate_gbps=2.0),
-        PlanHop(source=0, target=WORLD, flow=parse_flow("G0->N1->N1"), rate_gbps=3.0),
-    )
-    chain = PlanChain(hops=hops, entry_nic=0, exit_nic=1)
-    page = tccl_py.drawing(chain)
-    assert page.count('class="head hop net slowest"') == 1
-    assert page.count('class="nic"') == page.count('class="head') == 2
-
-
 def test_a_plan_is_explained_by_a_source():
     model = load_bundled("amd-v100")
     with tccl_py.open_source(model) as source:
@@ -355,15 +333,6 @@ def test_a_plan_is_explained_by_a_source():
     lines = repr(found).splitlines()
     assert "simulated" in lines[0]
     assert all(one.sentence in repr(found) for ring in found.rings for one in ring.findings)
-
-
-def test_a_ring_over_hosts_is_drawn_with_each_rank_by_its_host_and_gpu():
-    ring = mixed().rings[0]
-    page = tccl_py.drawing(ring)
-    ranks = [str(hop.flow.source) for hop in ring.hops]
-    assert len(set(ranks)) == 11
-    assert " → ".join(ranks) in page
-    assert page.count('class="gpu"') == page.count('class="head') == len(ranks)
 
 
 def test_a_name_in_a_machine_is_text_in_its_drawing():

@@ -1,6 +1,6 @@
-"""Drawings of machines, plans and rings, in notebooks and reports, and the templates of both.
+"""Drawings of machines and of plans' rings, in notebooks and reports, and the templates of both.
 
-Importing this module gives machines, plans and rings their `_repr_svg_`.
+Importing this module gives machines and plans their `_repr_svg_`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from tccl_py.errors import check_type, visible
 from tccl_py.explanation.paths import Paths
 from tccl_py.files import check_value
 from tccl_py.model.machine import Machine
-from tccl_py.model.rings import Ring
-from tccl_py.plan.chains import PlanChain
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.text import description, has_stand_ins, settings_words
 from tccl_py.report.contents import HeatMap, cell_colours, cell_text
@@ -31,7 +29,6 @@ from tccl_py.report.hops import (
     link_loads,
     order_words,
     path_words,
-    ring_view,
     ring_views,
 )
 from tccl_py.report.machine import (
@@ -170,25 +167,17 @@ def _code(text: str) -> Markup:
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(_visible(text)))))
 
 
-def drawing(
-    subject: Machine | MachineModel | Plan | PlanChain | Ring, *, scheme: Scheme | None = None
-) -> str:
-    """Return an SVG file of a machine, of a ring, or of a plan's rings on its machines.
+def drawing(subject: Machine | MachineModel | Plan, *, scheme: Scheme | None = None) -> str:
+    """Return an SVG file of a machine, or of a plan's rings on its machines.
 
     Its colours are those of `scheme`, or follow the reader's.
     """
-    check_type(subject, "subject", Machine, MachineModel, Plan, PlanChain, Ring)
+    check_type(subject, "subject", Machine, MachineModel, Plan)
     check_value(scheme, Scheme | None, where="`scheme`")
     if isinstance(subject, MachineModel):
         subject = subject.machine
-    if isinstance(subject, (PlanChain, Ring)):
-        ring = ring_view((hop.flow, getattr(hop, "rate_gbps", None)) for hop in subject.hops)
-        lines = [" → ".join(ring.layout.boxes)]
-        if isinstance(subject, PlanChain):
-            lines.append(f"{subject.rate_gbps:.2f} GB/s by the plan")
-        parts = [Part(y=_LINE * len(lines) + 8, layout=ring.layout, hops=ring.hops)]
-    elif isinstance(subject, Plan):
-        lines, parts = description(subject).splitlines(), []
+    if isinstance(subject, Plan):
+        lines, parts = description(subject).splitlines(), list[Part]()
         for number in range(len(subject.cluster.classes)):
             y = parts[-1].bottom if parts else _LINE * len(lines) + 8
             parts += loaded_view(subject, number).parts(y)
@@ -217,5 +206,5 @@ def _style(scheme: Scheme | None) -> str:
     return {None: text, "light": head + tail, "dark": head + dark + tail}[scheme]
 
 
-for _kind in (Machine, MachineModel, Plan, PlanChain, Ring):
+for _kind in (Machine, MachineModel, Plan):
     setattr(_kind, "_repr_svg_", drawing)  # noqa: B010 (mypy knows no such attribute)

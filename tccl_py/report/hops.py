@@ -19,7 +19,7 @@ from tccl_py.nccl.paths import path_types
 from tccl_py.nccl.transport import pair_mechanism
 from tccl_py.nccl.view import view
 from tccl_py.plan.plan import Plan
-from tccl_py.report.machine import Layout, Wire, depth, row_of, wires
+from tccl_py.report.machine import Layout, Wire, depth, wires
 
 _TOLERANCE = 1e-6
 _PORT = 9.0
@@ -137,17 +137,10 @@ def cause_view(name: str, machine: Machine, finding: Finding, layout: Layout) ->
     return hops_view(name, "Flows that run together", machine, ends, layout)
 
 
-def ring_view(hops: Iterable[tuple[Flow, float | None]]) -> HopsView:
-    """Return a ring's hops, each with its rate, below its devices in the order of the ring."""
-    ends = flow_ends(hops)
-    layout = row_of(list(dict.fromkeys(name for hop in ends for name in hop[:2])))
-    return hops_view("ring", "Ring", None, ends, layout)
-
-
 def hops_view(
     name: str,
     title: str,
-    machine: Machine | None,
+    machine: Machine,
     ends: Sequence[Ends],
     layout: Layout,
     **more: Any,
@@ -165,7 +158,7 @@ def hops_view(
             kind=kind,
             flow=flow,
             gbps=gbps,
-            path="" if machine is None else _path(machine, source, target, flow),
+            path=_path(machine, source, target, flow),
             slowest=gbps is not None and gbps <= least < most,
             wire=wire,
             top=layout.boxes[source].bottom,

@@ -157,32 +157,6 @@ def lay_out(machine: Machine, gpus: Collection[int] | None = None, *, number: in
     return Layout(drawing, machine.name, tuple(frames), tuple(lines), tree.boxes, width, bottom)
 
 
-def row_of(devices: Sequence[str]) -> Layout:
-    """Place GPUs and NICs beside one another, in this order; with their hosts if these are named.
-
-    >>> [(box.label, box.note) for box in row_of(["a.b.G0", "N1"]).boxes.values()]
-    [('G0', 'a.b'), ('N1', '')]
-    """
-    kinds = {"G": "gpu", "N": "nic"}
-    width, height = 58.0, _HEIGHTS["gpu"]
-    boxes = {}
-    for name, x in zip(devices, count(2, width + 4 * _GAP), strict=False):
-        host, _, label = name.rpartition(".")
-        note, kind = fitted(host, width - 4, 9.5), kinds[label[0]]
-        boxes[name] = Box(
-            kind=kind,
-            x=x,
-            y=2,
-            width=width,
-            height=height,
-            label=label,
-            note=note,
-            title=name * bool(host),
-        )
-    right = boxes[devices[-1]].x + width + 2
-    return Layout("row", "its GPUs", (), (), boxes, right, height + _PAD)
-
-
 def row_below(layout: Layout) -> Layout:
     """Return the GPUs and NICs of a drawn machine alone, each where it stands."""
     leaves = {name: box for name, box in layout.boxes.items() if box.kind in ("gpu", "nic")}
