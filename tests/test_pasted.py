@@ -128,6 +128,41 @@ def test_ranks_that_never_came_and_warnings_are_said_first():
     assert "rank 3" in found.following[0]
 
 
+HOSTS = """\
+[1,0]<stdout>:a:1:1 [0] NCCL INFO NCCL version 2.30.7+cuda13.0
+[1,0]<stdout>:a:1:1 [0] NCCL INFO Using network Socket
+[1,0]<stdout>:a:1:2 [0] NCCL INFO ncclCommInitRank comm 0x5 rank 0 nranks 2 cudaDev 0 \
+busId 1000 commId 0x5 - Init START
+[1,1]<stdout>:b:1:2 [0] NCCL INFO ncclCommInitRank comm 0x5 rank 1 nranks 2 cudaDev 0 \
+busId 1000 commId 0x5 - Init START
+[1,0]<stdout>:a:1:2 [0] NCCL INFO === System : maxBw 1.2 totalBw 24.0 ===
+[1,0]<stdout>:a:1:2 [0] NCCL INFO CPU/0-0 (1/2/-1)
+[1,0]<stdout>:a:1:2 [0] NCCL INFO + PCI[5000.0] - NIC/0-0
+[1,0]<stdout>:a:1:2 [0] NCCL INFO                 + NET[1.2] - NET/0-0 (0/0/0/1.250000)
+[1,0]<stdout>:a:1:2 [0] NCCL INFO + PCI[24.0] - GPU/0-1000 (0)
+[1,0]<stdout>:a:1:2 [0] NCCL INFO ==========================================
+[1,0]<stdout>:a:1:2 [0] NCCL INFO Channel 00/02 : 0 1
+[1,0]<stdout>:a:1:2 [0] NCCL INFO Channel 01/02 : 0 1
+[1,0]<stdout>:a:1:2 [0] NCCL INFO Channel 00/0 : 1[0] -> 0[0] [receive] via NET/Socket/0
+[1,0]<stdout>:a:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/Socket/0
+"""
+ROW = "[1,0]<stdout>: 33554432 8388608 float sum -1 3966.7 1.12 1.12 0 3942.4 1.12 1.12 0\n"
+
+
+def test_hops_between_hosts_are_judged_by_the_network_behind_mpiruns_tags(tmp_path):
+    path = tmp_path / "nccl.log"
+    path.write_text(HOSTS)
+    found = read_pasted([str(path)]).findings
+    assert found.log.nets_gbps == {"NET/0-0": 1.2}
+    assert "2 ranks of 2 hosts" in found.did[0]
+    assert "never reached Init COMPLETE" in found.did[1]
+    assert ["NET" in found.limits[0], "sockets" in found.limits[1]] == [True, True]
+    path.write_text(HOSTS + ROW)
+    found = read_pasted([str(path)]).findings
+    assert "93% of the 1.2 GB/s that a host's network" in found.got[0]
+    assert not any("never reached" in one for one in found.did)
+
+
 def test_a_log_whose_ranks_end_has_no_missing_rank_although_others_log_elsewhere():
     lines = [line for line in INIT.read_text().splitlines() if "vm:906:" in line]
     assert read_report("\n".join(lines)).unfinished == ()

@@ -120,6 +120,8 @@ class LogReport(msgspec.Struct, frozen=True, kw_only=True):
     """As NCCL saw it; its GPUs are numbered by rank."""
     uplinks_gbps: dict[str, float]
     """By rank, the slowest PCI link from the GPU to its CPU, by NCCL's count."""
+    nets_gbps: dict[str, float]
+    """By NIC of the first host, its port by NCCL's count."""
     rings: tuple[Ring, ...]
     """Ranks by channel."""
     channels: int
@@ -160,7 +162,7 @@ def read_report(text: str) -> LogReport:
     lines = joined.splitlines()
     ranks, hosts, unfinished = _communicators(lines)
     rings, connections = _rings(lines, ranks)
-    machine, uplinks = _machine(lines)
+    machine, uplinks, nets = _machine(lines)
     seen = {
         match[1]: Variable(name=match[1], value=match[3].rstrip("."), by=match["by"])
         for match in _SET.finditer(joined)
@@ -176,6 +178,7 @@ def read_report(text: str) -> LogReport:
         variables=tuple(seen.values()),
         machine=machine,
         uplinks_gbps=uplinks,
+        nets_gbps=nets,
         rings=rings,
         channels=len(rings),
         hops=_hops(rings, connections),
@@ -271,8 +274,8 @@ def _choices(text: str) -> Iterator[LoggedChoice]:
 # The machine as NCCL printed it.
 
 
-def _machine(lines: Sequence[str]) -> tuple[Machine | None, dict[str, float]]:
-    """Return the first machine that is printed whole, and its GPUs' slowest links by rank."""
+def _machine(lines: Sequence[str]) -> tuple[Machine | None, dict[str, float], dict[str, float]]:
+    """Return the first machine that is printed whole, its GPUs' slowest links by rank, its nets."""
     starts = [number for number, line in enumerate(lines) if _SYSTEM.search(line)]
     for start in starts[:_MOST_TRIED]:
         # Other ranks' lines stand between.
@@ -287,8 +290,13 @@ def _machine(lines: Sequence[str]) -> tuple[Machine | None, dict[str, float]]:
                 break
             nodes.append(match)
         with suppress(InputError, ValueError, msgspec.ValidationError):
-            return _built(nodes)
-    return None, {}
+            return (*_built(nodes), _nets(nodes))
+    return None, {}, {}
+
+
+def _nets(nodes: Sequence[re.Match[str]]) -> dict[str, float]:
+    nets = (node for node in nodes if node["kind"] == "NET" and node["link"] == "NET")
+    return {f"NET/{node['id']}": float(node["gbps"]) for node in nets}
 
 
 def _built(nodes: Sequence[re.Match[str]]) -> tuple[Machine, dict[str, float]]:

@@ -303,8 +303,9 @@ def _judge(findings: Findings, description: Description | None) -> Findings:
     why: list[str] = []
     limits: list[str] = []
     following: list[str] = []
+    tested = bool(findings.rates)  # By ranks that were joined
     if log is not None:
-        did = list(_did(log))
+        did = list(_did(log, tested=tested))
         if findings.hung:
             did.append(
                 "its ranks were joined and no row follows: a collective hangs, or the paste ends"
@@ -319,7 +320,7 @@ def _judge(findings: Findings, description: Description | None) -> Findings:
         if not reasons and log.hops:
             why.append("not told: the log has no topology (NCCL_DEBUG_SUBSYS=INIT,GRAPH,ENV)")
         limits = list(_limits(log))
-        following += [*_remedies(log), *(text for text in reasons.values() if text)]
+        following += [*_remedies(log, tested=tested), *(text for text in reasons.values() if text)]
     got = [*_got(findings, log, machine), *_pairs_got(findings, machine)]
     if any(
         pair.p2p and pair.gbps < _HALF * (pair.allowed_gbps or 0) for pair in findings.pair_rates
@@ -337,7 +338,7 @@ def _judge(findings: Findings, description: Description | None) -> Findings:
     )
 
 
-def _did(log: LogReport) -> Iterator[str]:
+def _did(log: LogReport, *, tested: bool) -> Iterator[str]:
     """Yield what NCCL did: release, ranks, rings, transports, and what did not end."""
     on = spell(log.ranks, "GPU" if len(log.hosts) < 2 else "rank")
     over = f" of {len(log.hosts)} hosts" if len(log.hosts) > 1 else ""
@@ -368,7 +369,7 @@ def _did(log: LogReport) -> Iterator[str]:
     parts += [f"network {log.network}"] if log.network and len(log.hosts) > 1 else []
     release = log.version or "of unknown release"
     yield f"NCCL {release} on {on}{over}: {'; '.join(parts) or 'no rings in the log'}"
-    for state in log.unfinished:
+    for state in () if tested else log.unfinished:
         texts = []
         if state.begun:
             texts.append(f"rank {_ranks(state.begun)} of {state.ranks} never reached Init COMPLETE")
@@ -451,26 +452,33 @@ def _reasons(
 
 def _limits(log: LogReport) -> Iterator[str]:
     """Yield what limits: links below the others, and the network of several hosts."""
+    yield from _slow_uplinks(log)
+    if len(log.hosts) > 1 and log.nets_gbps:
+        nets = ", ".join(f"{name} {gbps:g}" for name, gbps in [*log.nets_gbps.items()][:8])
+        yield f"hops between hosts: a host's NICs have {nets} GB/s by NCCL's count"
+    if len(log.hosts) > 1 and log.network.startswith("Socket"):
+        yield "hops between hosts go over sockets: no RDMA NIC was found or allowed"
+
+
+def _slow_uplinks(log: LogReport) -> Iterator[str]:
+    """Yield GPUs whose link to the CPU is far below the others', or has few lanes."""
     usual = median_high(log.uplinks_gbps.values()) if log.uplinks_gbps else 0.0
     widest = max(log.uplinks_gbps, key=log.uplinks_gbps.__getitem__, default="")
     most = log.uplinks_gbps.get(widest, 0.0)
     for rank, gbps in sorted(log.uplinks_gbps.items(), key=lambda item: item[1]):
         if gbps <= max(_HALF * usual, _FEW_GBPS):
-            beside = (
-                f"PCI {gbps:g} where GPU {widest} has {most:g}" if most > gbps else f"PCI {gbps:g}"
-            )
+            beside = f" where GPU {widest} has {most:g}" * (most > gbps)
             forms = " or ".join(fits_of(gbps)[-3:])
             yield (
-                f"GPU {rank}'s uplink of {gbps:g} GB/s ({beside}), as {forms or 'few lanes'}: the "
-                "card is in a slot of 4 lanes or fewer, or its link is degraded"
+                f"GPU {rank}'s uplink of {gbps:g} GB/s (PCI {gbps:g}{beside}), as "
+                f"{forms or 'few lanes'}: the card is in a slot of 4 lanes or fewer, or its link "
+                "is degraded"
             )
-    if len(log.hosts) > 1 and log.network.startswith("Socket"):
-        yield "hops between hosts go over sockets: no RDMA NIC was found or allowed"
 
 
-def _remedies(log: LogReport) -> Iterator[str]:
+def _remedies(log: LogReport, *, tested: bool) -> Iterator[str]:
     """Yield what to try whatever the rules of transports say."""
-    for state in log.unfinished:
+    for state in () if tested else log.unfinished:
         if state.absent:
             yield (
                 f"look at rank {_ranks(state.absent)}: it died, or did not create this "
@@ -478,7 +486,7 @@ def _remedies(log: LogReport) -> Iterator[str]:
             )
         else:
             yield "`tccl doctor` on each host: links that hang, or a firewall between hosts"
-    if any(_limits(log)) and log.uplinks_gbps:
+    if any(True for _ in _slow_uplinks(log)):
         yield "`sudo lspci -vv` of the slow card (LnkSta beside LnkCap): reseat it, or another slot"
 
 
@@ -506,6 +514,8 @@ def _got(findings: Findings, log: LogReport | None, machine: Machine | None) -> 
 
 def _slowest(log: LogReport | None, machine: Machine | None) -> tuple[float, str]:
     """Return what the slowest link of a ring carries, and its name; 0 is not known."""
+    if log is not None and len(log.hosts) > 1:
+        return sum(log.nets_gbps.values()), "a host's network"
     pairs = permutations(machine.gpu_indices, 2) if machine else ()
     if machine is None or all(machine.nvlinked(*pair) for pair in pairs):
         return 0.0, ""
