@@ -80,6 +80,7 @@ def test_a_shell_runs_the_commands_in_turn_and_they_print_what_the_readme_shows(
     tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
+    Path("examples").symlink_to(ROOT / "examples")
     tools = Path(sys.executable).parent
     if not (tools / "tccl").exists():
         pytest.skip("needs the command tccl beside this Python")
@@ -110,7 +111,7 @@ def test_a_reader_who_types_each_line_in_turn_has_the_command_and_no_directory_t
     first = next(at for at, line in enumerate(typed) if line.startswith("tccl "))
     with_gpus, *without = typed[:first]
     assert re.fullmatch(r"pip install .\.\[cuda\d+,torch\].", with_gpus)
-    assert without == ["scripts/demo", ". .venv/bin/activate"]
+    assert without == ["scripts/demo", "scripts/test", ". .venv/bin/activate"]
     assert "${TCCL_VENV:-.venv}" in (ROOT / "scripts" / "_environment").read_text()
     written = [found[1] for line in typed if (found := re.match(r"tccl plan (\S+)", line))]
     assert len(written) >= 3
