@@ -22,7 +22,7 @@ from rich.table import Table
 
 from tccl_py.delivery.plugin import plugin_exports
 from tccl_py.errors import InputError, MeasurementError, size_text
-from tccl_py.experiments.calls import graphed, time_calls, warm_up
+from tccl_py.experiments.calls import capture_graph, time_calls, warm_up
 from tccl_py.experiments.comparison import LEAST_ROUNDS, MAX_ROUNDS, compare, row_seconds
 from tccl_py.experiments.jobs import Arm, ConcurrentJobs, Launcher, round_order
 from tccl_py.experiments.plans import launcher_of
@@ -140,7 +140,7 @@ def rank_main() -> None:
                 layer.prepare(batch)
             times = []
             for _ in range(GRAPHS):
-                with slot(), graphed(communicator, layer.step) as replay:
+                with slot(), capture_graph(communicator, layer.step) as replay:
                     lasted = time_calls(communicator, replay, lambda: _times(replay))
                     times.append(lasted / REPLAYS)
             steps.append(batches(Row(mode=f"{hidden} x {batch}"), times))

@@ -54,9 +54,9 @@ def _run() -> None:
         sys.stderr.write(f"tccl: {error}\n")
         sys.exit(NOT_USABLE)
     if only_serves(sys.argv[1:], os.environ):
-        from tccl_profiler.cluster.mpi import served  # noqa: PLC0415 (in jobs alone)
+        from tccl_profiler.cluster.mpi import serve_rank  # noqa: PLC0415 (in jobs alone)
 
-        sys.exit(served())
+        sys.exit(serve_rank())
     if sys.argv[1:] == ["--version"]:
         # Scripts ask each host for it, and typer takes a tenth of a second to load.
         from tccl_py.cli.process import print_version  # noqa: PLC0415

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from tccl_profiler import callers
-from tccl_profiler.callers import accepted, listening, tokens_for
+from tccl_profiler.callers import accept_callers, listening, tokens_for
 
 HERE = ("127.0.0.1",)
 
@@ -39,7 +39,7 @@ def test_callers_come_in_behind_hundreds_of_strangers(listeners, stack, data):
         name: stack.enter_context(connected(listeners, token + b"more"))
         for token, name in tokens.items()
     }
-    for name, sock in accepted(listeners, tokens, 60.0):
+    for name, sock in accept_callers(listeners, tokens, 60.0):
         with sock:
             assert sock.getpeername() == friends.pop(name).getsockname()
             assert sock.recv(9) == b"more"
@@ -62,7 +62,7 @@ def test_strangers_are_dropped_before_descriptors_run_out(listeners, stack, monk
 
     thread = threading.Thread(target=call_when_one_was_dropped)
     thread.start()
-    ((_, sock),) = accepted(listeners, tokens, 60.0)
+    ((_, sock),) = accept_callers(listeners, tokens, 60.0)
     thread.join()
     sock.close()
 
@@ -75,14 +75,14 @@ def test_a_token_may_come_byte_by_byte(listeners, stack):
         if rest:
             friend.sendall(bytes([rest.pop(0)]))
 
-    ((_, sock),) = accepted(listeners, tokens, 60.0, send_one)
+    ((_, sock),) = accept_callers(listeners, tokens, 60.0, send_one)
     sock.close()
 
 
 def test_the_time_is_up_while_strangers_still_come(listeners, stack):
     """One stranger is always waiting to be accepted, so there is no quiet moment."""
     stack.enter_context(connected(listeners))
-    found = accepted(
+    found = accept_callers(
         listeners,
         tokens_for("a"),
         0.2,
@@ -96,7 +96,7 @@ def test_a_caller_is_let_in_once(listeners, stack):
     token = next(iter(tokens))
     for _ in range(2):
         stack.enter_context(connected(listeners, token))
-    arrived = list(accepted(listeners, tokens, 0.2))
+    arrived = list(accept_callers(listeners, tokens, 0.2))
     assert [name for name, _ in arrived] == ["a"]
     arrived[0][1].close()
 

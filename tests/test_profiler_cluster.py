@@ -29,7 +29,7 @@ from tccl_profiler.cluster.facts import (
     with_interfaces,
 )
 from tccl_profiler.cluster.job import Job, PeerInfo, own_info, rendezvous
-from tccl_profiler.cluster.messages import Envelope, Messenger, checked
+from tccl_profiler.cluster.messages import Envelope, Messenger, check_answers
 from tccl_profiler.cluster.session import ClusterSession
 from tccl_profiler.execution import RunResult, RunSpec
 from tccl_profiler.messages import (
@@ -466,7 +466,7 @@ def test_a_host_that_does_not_read_is_not_said_to_have_died(monkeypatch):
 )
 def test_what_fails_on_a_host_is_said_with_its_name(kind, error):
     with pytest.raises(error, match=r"^host h1: G0 is on fire$"):
-        checked({"h0": Done(), "h1": Failed(kind=kind, what="G0 is on fire")}, Done)
+        check_answers({"h0": Done(), "h1": Failed(kind=kind, what="G0 is on fire")}, Done)
 
 
 @pytest.mark.parametrize(
@@ -478,19 +478,19 @@ def test_what_fails_on_a_host_is_said_with_its_name(kind, error):
 )
 def test_a_host_whose_name_is_part_of_other_words_is_named(host, what):
     with pytest.raises(MeasurementError, match=rf"^host {host}: {what}$"):
-        checked({host: Failed(kind="refused", what=what)}, Done)
+        check_answers({host: Failed(kind="refused", what=what)}, Done)
 
 
 def test_bad_input_of_a_host_is_said_with_its_name():
     failed = Failed.of(InputError("temporary folder /tmp", "failed (No space left)", "make room"))
     with pytest.raises(InputError, match=r"^host h1: temporary folder /tmp: failed"):
-        checked({"h0": Done(), "h1": failed}, Done)
+        check_answers({"h0": Done(), "h1": failed}, Done)
 
 
 @pytest.mark.parametrize("what", ["link 0 from h1.N0 to h2.N0 was lost", "host h1: not told"])
 def test_a_host_that_is_named_is_not_named_twice(what):
     with pytest.raises(MeasurementError, match=rf"^{what}$"):
-        checked({"h1": Failed(kind="refused", what=what)}, Done)
+        check_answers({"h1": Failed(kind="refused", what=what)}, Done)
 
 
 def test_a_limit_that_a_host_reaches_is_said_with_its_name(monkeypatch):
@@ -516,7 +516,7 @@ def test_a_late_answer_is_not_taken_for_the_next_one():
     def answer():
         while (envelope := theirs.poll()) is None:
             time.sleep(0.01)
-        theirs.send(envelope.number, say.answered(CALLED, Clock(), envelope.message))
+        theirs.send(envelope.number, say.answer_call(CALLED, Clock(), envelope.message))
 
     thread = threading.Thread(target=answer)
     thread.start()
@@ -534,7 +534,7 @@ def test_an_outcome_crosses_as_bytes():
         def run(self) -> Ran:
             return Ran(results=(outcome,), early_ns=(5,))
 
-    ours.send(1, say.answered({"run": Host.run}, Host(), say.call_of(Host.run, ())))
+    ours.send(1, say.answer_call({"run": Host.run}, Host(), say.call_of(Host.run, ())))
     (back,) = say.result_of(Agent.run, "h1", theirs.poll().message).results
     assert (back.records["G0"] == rows).all()
     assert back.stamps["G0"][0].tolist() == [1, 2]
@@ -759,7 +759,7 @@ def test_a_call_or_a_result_of_another_version_is_a_sentence():
     ours, theirs = pair()
     ours.send(1, say.call_of(Agent.clock, ("soon",)))
     with pytest.raises(MeasurementError, match=r"^a call of clock"):
-        say.answered(CALLED, None, theirs.poll().message)
+        say.answer_call(CALLED, None, theirs.poll().message)
     answer = say.Returned(say.call_of(Agent.clock, ("soon",)).arguments)
     with pytest.raises(MeasurementError, match=r"^host h1: its result of clock"):
         say.result_of(Agent.clock, "h1", answer)

@@ -9,7 +9,7 @@ from tccl_profiler.cluster.agent import Agent
 from tccl_profiler.cluster.agents import RankJobs
 from tccl_profiler.cluster.messages import Messenger, call_of
 from tccl_py.errors import InputError, MeasurementError
-from tccl_py.rank_processes.tasks import Task, decoded
+from tccl_py.rank_processes.tasks import Task, decode_results
 from tests.processes import alive
 from tests.profiler_clusters import agents_in_processes
 
@@ -83,8 +83,8 @@ def gone(folder):
 def test_ranks_of_two_hosts_meet_and_answer_twice_in_a_row(jobs):
     for _ in range(2):
         left = jobs("ok ok ok ok")
-        assert decoded(left["north"], (0, 1), int) == (0, 1)
-        assert decoded(left["south"], (2, 3), int) == (2, 3)
+        assert decode_results(left["north"], (0, 1), int) == (0, 1)
+        assert decode_results(left["south"], (2, 3), int) == (2, 3)
         assert (left["north"].log, left["south"].log) == ("north", "south")
 
 

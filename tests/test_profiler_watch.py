@@ -18,7 +18,7 @@ from tccl_profiler.watch import (
     changes,
     conditions_note,
     throttling_names,
-    warmed,
+    warm_links,
     warnings,
     watching,
 )
@@ -541,7 +541,7 @@ class Warming:
         )
 
     def warm(self, limit_s: float = 2.0) -> tuple[GpuConditions, ...]:
-        return warmed(self.look, self.load, limit_s=limit_s, clock=lambda: self.now_s)
+        return warm_links(self.look, self.load, limit_s=limit_s, clock=lambda: self.now_s)
 
 
 def test_bursts_run_until_every_link_is_at_its_best():

@@ -198,7 +198,7 @@ def test_jobs_of_any_number_of_hosts_get_a_choice_that_stays_on_its_rails(saved,
             assert (choice.fails is not None) == bool(crossed), (name, crossed)
             assert choice.fails is None or choice.rate_gbps is None
         assert job.choices["default"].fails.verdict == "cannot connect"
-        assert environment(job.variables.settings)["NCCL_CROSS_NIC"] == "0"
+        assert environment(job.choices["variables"].settings)["NCCL_CROSS_NIC"] == "0"
         assert job.recommended in ("variables", "graph")
 
 
@@ -253,4 +253,4 @@ def test_a_job_by_tables_of_an_earlier_program_gets_the_graph_file(saved, tmp_pa
         path.write_text(json.dumps(table))
     rebind(directory)
     job = plan_of_job(planned(9)[0], directory, [HostSlots(f"n{n}") for n in (1, 2, 3)])
-    assert job.variables.fails and job.recommended == "graph"
+    assert job.choices["variables"].fails and job.recommended == "graph"

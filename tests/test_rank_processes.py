@@ -14,7 +14,14 @@ import pytest
 
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.rank_processes.forkserver import ForkServer
-from tccl_py.rank_processes.tasks import FOLDER, RankOutput, RanksError, Task, decoded, run_tasks
+from tccl_py.rank_processes.tasks import (
+    FOLDER,
+    RankOutput,
+    RanksError,
+    Task,
+    decode_results,
+    run_tasks,
+)
 from tests.skips import needs
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -69,7 +76,7 @@ open(os.environ["NCCL_OWN"], 'a').write((folder / 'graph.xml').read_text())
 
 def test_ranks_have_their_numbers_and_leave_answers_and_logs(run, tmp_path):
     left = run(tmp_path, ANSWERING, (4, 6))
-    assert decoded(left, (4, 6), int) == (4, 6)
+    assert decode_results(left, (4, 6), int) == (4, 6)
     assert left.log == "<graphs/>" * 2
 
 
@@ -81,7 +88,7 @@ def test_the_first_rank_inherits_where_all_meet(run, tmp_path):
     )
     with socket.create_server(("127.0.0.1", 0)) as listener:
         left = run(tmp_path, text, (0, 1), listener=listener)
-        assert decoded(left, (0, 1), int) == (listener.getsockname()[1], 0)
+        assert decode_results(left, (0, 1), int) == (listener.getsockname()[1], 0)
 
 
 def test_torch_ranks_meet_below_a_secret_prefix_of_their_store(run, tmp_path):
@@ -101,7 +108,7 @@ def test_torch_ranks_meet_below_a_secret_prefix_of_their_store(run, tmp_path):
         text = textwrap.dedent(program).replace("{port}", str(listener.getsockname()[1]))
         variables = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         left = run(tmp_path, text, (0, 1), listener=listener, variables=variables)
-    names = decoded(left, (0, 1), list[str])[0]
+    names = decode_results(left, (0, 1), list[str])[0]
     assert names and all(name.startswith("secret/") for name in names)
 
 
@@ -194,7 +201,7 @@ def test_a_missing_answer_and_one_that_is_none_are_told(run, tmp_path):
     with pytest.raises(RanksError, match=r"^rank 5: .* result"):
         run(tmp_path, "pass", (5,))
     with pytest.raises(InputError, match=r"^result of rank 5: does not"):
-        decoded(RankOutput(results=('"x"',), log=""), (5,), int)
+        decode_results(RankOutput(results=('"x"',), log=""), (5,), int)
 
 
 def test_a_killed_rank_is_told_by_its_signal(run, tmp_path):
@@ -212,7 +219,7 @@ def test_ranks_begin_as_programs_of_their_own_with_their_environment_alone(run, 
     )
     for only in ("a", "b"):
         left = run(tmp_path, text, (0, 1), variables={"ONLY": only})
-        assert decoded(left, (0, 1), list) == tuple([["__main__", False, only, True]] * 2)
+        assert decode_results(left, (0, 1), list) == tuple([["__main__", False, only, True]] * 2)
 
 
 def test_forks_share_what_was_imported_until_the_environment_is_another(tmp_path):
@@ -224,7 +231,7 @@ def test_forks_share_what_was_imported_until_the_environment_is_another(tmp_path
         parents = []
         for variables in ({}, {"NCCL_ALGO": "Ring"}, {"OMP_NUM_THREADS": "2"}):
             left = run_ranks(tmp_path, text, (0, 1), server=server, variables=variables)
-            (one, had), other = decoded(left, (0, 1), list)
+            (one, had), other = decode_results(left, (0, 1), list)
             assert other == [one, True]
             assert had
             parents.append(one)
@@ -239,7 +246,7 @@ def test_after_their_fork_server_was_killed_ranks_end_and_the_next_ones_have_ano
         with pytest.raises(MeasurementError, match="has ended"):
             run_ranks(tmp_path, killing, (0,), server=server)
         left = run_ranks(tmp_path, ANSWERING, (0,), server=server)
-        assert decoded(left, (0,), int) == (0,)
+        assert decode_results(left, (0,), int) == (0,)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])

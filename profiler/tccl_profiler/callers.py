@@ -48,7 +48,7 @@ def listening(addresses: Sequence[str]) -> Iterator[list[socket.socket]]:
             return
 
 
-def accepted(
+def accept_callers(
     listeners: Sequence[socket.socket],
     expected: Mapping[bytes, Caller],
     limit_s: float,

@@ -63,7 +63,7 @@ def program_for(
         for number, (flow, count) in enumerate(zip(transfers.flows, blocks, strict=True))
         for endpoint in FlowLayout(layout, number, flow, count).endpoints(transport)
     ]
-    devices, endpoints = _assigned(endpoints, meeting)
+    devices, endpoints = _assign(endpoints, meeting)
     for device, program in devices.items():
         # NCCL's blocks wait for a free multiprocessor, and copies beside them for their data.
         carriers = [lane.link.carrier for lane in program.copies if lane.link is not None]
@@ -220,7 +220,7 @@ def _executors(flow: Flow, transport: NicTransport) -> set[str]:
     return {device_of(part.executor) for part in moving}
 
 
-def _assigned(
+def _assign(
     endpoints: Sequence[FlowEndpoint], meeting: FlowCoupling
 ) -> tuple[dict[str, DeviceProgram], list[FlowEndpoint]]:
     """Give each endpoint, with the one that shares its blocks, lanes or copies of its device."""

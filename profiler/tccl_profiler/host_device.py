@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tccl_profiler import linux
-from tccl_profiler.host_lane import HostEnd, HostLane, RunningLane, pause, released
+from tccl_profiler.host_lane import HostEnd, HostLane, RunningLane, pause, wait_release
 from tccl_profiler.messages import Pace, Pinged, Run, Share, Start, Started
 from tccl_profiler.nccl_links import Communicators, Memory
 from tccl_profiler.program import COUNTER_AREA_BYTES, COUNTER_BYTES, COUNTERS, Address, End, Lane
@@ -136,7 +136,7 @@ class ThreadedDevice:
         for lane in lanes:
             lane.stamp(0)
         records["resident"] = epoch
-        begun = moved_ns = released(flag, epoch, run.patience_ns)
+        begun = moved_ns = wait_release(flag, epoch, run.patience_ns)
         warm_at, stop_at = begun + run.warm_ns, begun + run.warm_ns + run.window_ns
         running: dict[int, Iterator[bool]] = {}
         for number, lane in enumerate(lanes):
@@ -211,7 +211,7 @@ class HostDevice(ThreadedDevice):
             for repeat in range(run.repeats):
                 row = self._stamps(run.paces, repeat)[number]
                 row[0] = time.monotonic_ns()
-                if released(flag, run.epoch + repeat, run.patience_ns):
+                if wait_release(flag, run.epoch + repeat, run.patience_ns):
                     row[1] = time.monotonic_ns()
                     for group in range(pace.groups):
                         size = pace.slices * copy.slice_bytes

@@ -197,7 +197,7 @@ def pause(since_ns: int, longest_s: float = _LONG_NAP_S) -> None:
         time.sleep(min(longest_s, max(_NAP_S, _NAP_SHARE * waited_ns / 1e9)))
 
 
-def released(flag: ctypes.c_uint64, epoch: int, patience_ns: int) -> int:
+def wait_release(flag: ctypes.c_uint64, epoch: int, patience_ns: int) -> int:
     """Wait for the flag, and return the time; 0 if it does not come in time or says stop."""
     begun = time.monotonic_ns()
     while flag.value < epoch:

@@ -18,7 +18,7 @@ from tccl_profiler.execution import Execution, HostBuffers, RunResult, RunSpec, 
 from tccl_profiler.messages import DeviceSpec
 from tccl_profiler.program import COUNTER_AREA_BYTES, HostProgram
 from tccl_profiler.shared_memory import MAX_DEVICES, MAX_LANES, Control
-from tccl_profiler.worker_process import Answer, WorkerProcess, spawned
+from tccl_profiler.worker_process import Answer, WorkerProcess, spawn_worker
 from tccl_py.errors import MeasurementError
 
 _BROKEN_STOP_S = 0.5  # time for workers that are given up to end by themselves
@@ -85,7 +85,7 @@ class Pool:
         with self._closed_by_errors():
             self.control = Control.create(len(self._specs))
             for slot, spec in enumerate(self._specs):
-                worker = spawned(slot, spec, self._variables, self._timeouts.answer_s)
+                worker = spawn_worker(slot, spec, self._variables, self._timeouts.answer_s)
                 self.workers.append(worker)
                 self.pids.add(worker.process.pid)
                 start = messages.Start(

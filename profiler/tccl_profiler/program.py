@@ -151,9 +151,7 @@ class HostProgram(msgspec.Struct, frozen=True, kw_only=True):
     def on(self, host: str) -> HostProgram:
         """Return one host's share under local names; links keep full names at both ends."""
         return HostProgram(
-            devices={
-                name: _localized(share) for name, share in on_host(self.devices, host).items()
-            },
+            devices={name: _localize(share) for name, share in on_host(self.devices, host).items()},
             space_bytes=on_host(self.space_bytes, host),
             links=tuple(
                 link
@@ -174,13 +172,13 @@ class Program(HostProgram, frozen=True, kw_only=True):
     other: tuple[tuple[FlowEndpoint, ...], ...]
 
 
-def _localized(value: Any) -> Any:
+def _localize(value: Any) -> Any:
     if isinstance(value, Address):
         return Address(place_named(value.space).device, value.offset)
     if isinstance(value, tuple):
-        return tuple(map(_localized, value))
+        return tuple(map(_localize, value))
     if isinstance(value, DeviceProgram | Lane | End):
-        fields = {name: _localized(getattr(value, name)) for name in value.__struct_fields__}
+        fields = {name: _localize(getattr(value, name)) for name in value.__struct_fields__}
         return type(value)(**fields)
     return value
 

@@ -10,7 +10,7 @@ from tccl_profiler.linux import cpus_of_devices
 from tccl_profiler.messages import DeviceSpec
 from tccl_profiler.pool import Memory, Pool
 from tccl_profiler.profiler import Options, Profiler
-from tccl_profiler.watch import Conditions, changes, conditions_note, warmed, warnings, watching
+from tccl_profiler.watch import Conditions, changes, conditions_note, warm_links, warnings, watching
 from tccl_py.errors import MeasurementError
 from tccl_py.model.machine import Fingerprint, Machine
 from tccl_py.model.measurement import Backend, JournalHeader
@@ -56,7 +56,7 @@ class Session:
                 # Wake the GPUs up, and warn of what would disturb measurements.
                 look = self._look = stack.enter_context(watching(self._gpus, self.pool.pids))
                 notes = warnings(look(), loaded=False)
-                self._before = warmed(look, self._load)
+                self._before = warm_links(look, self._load)
                 self.profiler.note(*notes, *warnings(self._before, loaded=True))
             self._open = stack.pop_all()
         return self
@@ -80,7 +80,7 @@ class Session:
         if found:
             # GPUs that were idle meanwhile lower their clocks and links.
             with contextlib.suppress(MeasurementError):
-                found = changes(self._before, warmed(self._look, self._load))
+                found = changes(self._before, warm_links(self._look, self._load))
         self.profiler.note(*found)
 
     def _load(self) -> None:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from tccl_profiler.callers import BACKLOG, accepted, tokens_for
+from tccl_profiler.callers import BACKLOG, accept_callers, tokens_for
 from tccl_profiler.host_device import LANES, ThreadedDevice
 from tccl_profiler.host_lane import RunningLane
 from tccl_profiler.messages import Endpoint, LinkLost, Run, Started
@@ -244,7 +244,7 @@ class NicLinks:
         assert self._listener is not None
         missing = sorted(set(links))
         try:
-            for link, sock in accepted([self._listener], self._expected, limit_s):
+            for link, sock in accept_callers([self._listener], self._expected, limit_s):
                 missing.remove(link)
                 self._keep(link, sock)
         except OSError as error:
@@ -272,7 +272,7 @@ class NicLinks:
             sock = self._bound()
             try:
                 sock.settimeout(max(0.001, deadline - time.monotonic()))
-                sock.connect(_resolved(end.addresses[0], end.port)[1])
+                sock.connect(_resolve(end.addresses[0], end.port)[1])
                 sock.sendall(end.token)
             except OSError as error:
                 sock.close()
@@ -293,7 +293,7 @@ class NicLinks:
     def _bound(self) -> socket.socket:
         """Return a socket that is bound to this NIC."""
         try:
-            family, where = _resolved(self._address, 0)
+            family, where = _resolve(self._address, 0)
             with contextlib.ExitStack() as undo:
                 sock = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
                 if self._interface:
@@ -321,7 +321,7 @@ def _link_names(links: Sequence[Link]) -> str:
     return f"{shown} and {len(links) - 3} more" if len(links) > 3 else shown
 
 
-def _resolved(address: str, port: int) -> tuple[int, tuple[str, int] | tuple[str, int, int, int]]:
+def _resolve(address: str, port: int) -> tuple[int, tuple[str, int] | tuple[str, int, int, int]]:
     resolved = socket.getaddrinfo(
         address, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
     )

@@ -154,7 +154,7 @@ def _measuring() -> Iterator[None]:
         raise MeasurementError(str(error)) from error
 
 
-def warmed(
+def warm_links(
     look: Callable[[], Conditions],
     load: Callable[[], None],
     *,

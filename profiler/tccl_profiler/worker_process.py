@@ -95,7 +95,7 @@ class WorkerProcess:
         return f"{how} ({last[:300]})" if last else how
 
 
-def spawned(
+def spawn_worker(
     slot: int, spec: messages.DeviceSpec, variables: Mapping[str, str], answer_s: float
 ) -> WorkerProcess:
     """Start a worker's process with these variables; it waits for Start."""

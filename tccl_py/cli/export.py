@@ -81,7 +81,7 @@ def export(
     if form == "tuner":
         _export_tuner(directory, output)
         return
-    plan = _marked(load_plan(directory), directory)
+    plan = _mark_dry_run(load_plan(directory), directory)
     if output is not None:
         notice(f"wrote {write_nccl_files(plan, output)} files to {output}")
         return
@@ -90,7 +90,7 @@ def export(
     print(files[GRAPH_FILE], end="")
 
 
-def _marked(plan: Plan, path: Path) -> Plan:
+def _mark_dry_run(plan: Plan, path: Path) -> Plan:
     """Return a plan to export; a notice says if it is of a dry run."""
     if plan.dry_run:
         notice(f"{path} is a DRY RUN: what is exported says nothing about GPUs, use it in no job")
@@ -103,7 +103,7 @@ def _export_tuner(directory: Path, output: Path | None) -> None:
     from tccl_py.plan.results import load_tuning  # noqa: PLC0415
 
     _check_new(output)
-    plan = _marked(plan_in(directory), directory)
+    plan = _mark_dry_run(plan_in(directory), directory)
     tuning = load_tuning(plan, directory)
     if tuning is None:
         raise InputError(str(directory), "was not tuned", "run tccl verify --tune there")
@@ -143,7 +143,7 @@ def _export_fork(directory: Path, output: Path | None) -> None:
     from tccl_py.tccl_fork import fork_file  # noqa: PLC0415 (slow)
 
     _check_new(output)
-    plan = _marked(load_plan(directory), directory)
+    plan = _mark_dry_run(load_plan(directory), directory)
     place = directory if directory.is_dir() else directory.parent
     tables = read_tables(place, plan.cluster.classes) if (place / TABLES).is_dir() else ()
     made = fork_file(plan, tables)
@@ -163,7 +163,7 @@ def _export_job(
     if output is None:
         right = "name a new directory that all hosts of the job can read"
         raise InputError("--hosts", "makes a file for each host", f"add -o DIR: {right}")
-    plan = _marked(plan_in(directory), directory)
+    plan = _mark_dry_run(plan_in(directory), directory)
     listed = listed_hosts(hosts, where="--hosts")
     of_hosts = gpus_of_hosts(gpus, [host.name for host in listed])
     try:

@@ -131,7 +131,7 @@ def _measure_sets(
         source = stack.enter_context(hosts)
         title = f"hosts {', '.join(source.use_only(transfer_sets))}"
     with source:
-        measurements = _measured(source, transfer_sets, asked.journal)
+        measurements = _measure(source, transfer_sets, asked.journal)
         conditions = source.conditions
     rows = list(zip(map(flow_texts, sets), measurements, strict=True))
     if asked.json:
@@ -235,7 +235,7 @@ def measurement_options(**given: Any) -> MeasurementOptions:
     return MeasurementOptions(**{name: value for name, value in given.items() if value is not None})
 
 
-def _measured(
+def _measure(
     source: Bench, sets: Sequence[TransferSet], journal: Path | None
 ) -> Sequence[Measurement]:
     if journal is not None:

@@ -191,7 +191,7 @@ def plan(
             if not (stays and made.cancelled):
                 _write(made, output, subject, request.links)
             if not made.cancelled:
-                made = _tuned(made, output, subject.source, job, tune)
+                made = _tune(made, output, subject.source, job, tune)
     if json:
         print_plan_json(made, output, predicted)
     else:
@@ -330,7 +330,7 @@ def _check_tuning(job: Job | None = None) -> None:
     check_tuning(job)
 
 
-def _tuned(
+def _tune(
     made: Plan, output: Path, hosts: Bench | None, job: Job | None, tune: bool | None
 ) -> Plan:
     """Verify and tune a written plan if asked; between sockets jobs alone tell the bandwidth."""

@@ -204,7 +204,7 @@ def _ring_table(plan: Plan) -> Iterator[_Cells]:
             gbps, slowest = f"{chain.rate_gbps:.2f}", str(chain.bottleneck.flow)
             order = _numbers(chain.gpus)
             rows.append((name, hosts, str(ring), entry, order, exit_, gbps, slowest))
-    return _filled(rows)
+    return _drop_empty(rows)
 
 
 def _hop_table(plan: Plan) -> Iterator[_Cells]:
@@ -225,7 +225,7 @@ def _hop_table(plan: Plan) -> Iterator[_Cells]:
                 flow = f"{hop.flow}{' (slowest)' * marked}"
                 name = _path_name(plan, number)
                 rows.append((name, str(ring), *names, f"{hop.rate_gbps:.2f}", flow))
-    return _filled(rows)
+    return _drop_empty(rows)
 
 
 def _nic_names(chain: PlanChain) -> tuple[str, ...]:
@@ -233,7 +233,7 @@ def _nic_names(chain: PlanChain) -> tuple[str, ...]:
     return tuple("" if nic is None else f"N{nic}" for nic in (chain.entry_nic, chain.exit_nic))
 
 
-def _filled(rows: Sequence[_Cells]) -> Iterator[_Cells]:
+def _drop_empty(rows: Sequence[_Cells]) -> Iterator[_Cells]:
     """Return rows without the columns that are empty below their header."""
     filled = [any(cells) for cells in zip(*rows[1:], strict=True)]
     return (tuple(itertools.compress(row, filled)) for row in rows)

@@ -236,26 +236,26 @@ def timed_batch(
     if all(communicator.maximum(single()) > seconds for _ in range(2)):
         return single
     # 3. Choose the number of calls from a probe.
-    probed = communicator.maximum(time_calls(communicator, call, repeated(call, _PROBED))) / _PROBED
+    probed = communicator.maximum(time_calls(communicator, call, repeat(call, _PROBED))) / _PROBED
     calls = max(1, min(MAX_CALLS, int(seconds / max(probed, 1e-7))))
     if not communicator.cuda or size > GRAPHED_BYTES:
-        several = repeated(call, calls)
+        several = repeat(call, calls)
         return lambda: time_calls(communicator, call, several) / calls
     # 4. Replay CUDA graphs of small calls; the first replay covers the launch of the timed ones.
     calls = min(calls, GRAPH_CALLS)
     if stack is None:
         return partial(_graphed_batch, communicator, call, calls)
-    replay = stack.enter_context(graphed(communicator, repeated(call, calls)))
+    replay = stack.enter_context(capture_graph(communicator, repeat(call, calls)))
     probed = communicator.maximum(time_calls(communicator, replay, replay))
     replays = max(1, int(seconds / max(probed, 1e-7)))
-    again = repeated(replay, replays)
+    again = repeat(replay, replays)
     return lambda: time_calls(communicator, replay, again) / (calls * replays)
 
 
 def _graphed_batch(communicator: Communicator, call: Call, calls: int) -> float:
     """Return the seconds per call in a new CUDA graph."""
-    with graphed(communicator, repeated(call, calls)) as replay:
-        again = repeated(replay, _REPLAYS)
+    with capture_graph(communicator, repeat(call, calls)) as replay:
+        again = repeat(replay, _REPLAYS)
         return time_calls(communicator, replay, again) / (calls * _REPLAYS)
 
 
@@ -311,7 +311,7 @@ def transfers(
     return exchange
 
 
-def repeated(call: Call, count: int) -> Call:
+def repeat(call: Call, count: int) -> Call:
     """Return a call that makes `count` calls."""
 
     def several() -> None:
@@ -339,7 +339,7 @@ def time_calls(communicator: Communicator, lead: Call, timed: Call) -> float:
 
 
 @contextmanager
-def graphed(communicator: Communicator, calls: Call, *, stream: Any = None) -> Iterator[Call]:
+def capture_graph(communicator: Communicator, calls: Call, *, stream: Any = None) -> Iterator[Call]:
     """Yield the replay of a CUDA graph of `calls`, captured on `stream` or one of its own."""
     graph = communicator.torch.cuda.CUDAGraph()
     # NCCL's watchdog thread queries events meanwhile, which a global mode would forbid.

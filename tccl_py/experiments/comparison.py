@@ -166,11 +166,11 @@ def table_of(launcher: Launcher, jobs: Sequence[tuple[ChoiceName, Outcome]]) -> 
             # No choice changes what copy engines do.
             counts = row in judged and row.mode != "copy"
             loss = harm(seconds, baseline[row], again[row]) if counts else None
-            table[name][row] = timed(launcher, row, seconds, ratio, loss)
+            table[name][row] = row_of_times(launcher, row, seconds, ratio, loss)
     return table
 
 
-def timed(
+def row_of_times(
     launcher: Launcher,
     row: Row,
     seconds: tuple[float, ...],
@@ -213,7 +213,7 @@ def over_earlier(
 
 def timed_rows(launcher: Launcher, jobs: Iterable[Outcome]) -> dict[Row, Timed]:
     """Return the rows of an arm's jobs, over no baseline."""
-    return {row: timed(launcher, row, seconds) for row, seconds in row_seconds(jobs).items()}
+    return {row: row_of_times(launcher, row, seconds) for row, seconds in row_seconds(jobs).items()}
 
 
 def row_seconds(jobs: Iterable[Outcome]) -> dict[Row, tuple[float, ...]]:

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from tccl_py.experiments.calls import Call, repeated, row_call, timed_batch
+from tccl_py.experiments.calls import Call, repeat, row_call, timed_batch
 from tccl_py.experiments.collectives import COLLECTIVES
 from tccl_py.experiments.spec import (
     FINAL_ROUNDS,
@@ -172,10 +172,10 @@ def _steps(communicator: Communicator, variants: Sequence[Call]) -> list[Callabl
     begin = stopwatch(communicator, [communicator.device.index])
     seconds = communicator.maximum(*begin([variants[0]]))
     calls = max(1, min(_MOST_BESIDE, int(_BESIDE_S / max(seconds, 1e-7))))
-    multiply = gemms_beside(communicator, begin, repeated(variants[0], calls))
+    multiply = gemms_beside(communicator, begin, repeat(variants[0], calls))
 
     def step(call: Call) -> float:
-        return max(begin([multiply, repeated(call, calls)]))
+        return max(begin([multiply, repeat(call, calls)]))
 
     return [partial(step, call) for call in variants]
 

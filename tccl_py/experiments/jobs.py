@@ -28,7 +28,7 @@ from tccl_py.rank_processes.tasks import (
     TRAINING,
     RankOutput,
     Task,
-    decoded,
+    decode_results,
     run_tasks,
     torch_environment,
 )
@@ -174,7 +174,7 @@ class Launcher(msgspec.Struct, frozen=True, kw_only=True):
         outcomes = []
         for number in range(len(arms)):
             parts = [(host.ranks, outputs[host.name][number]) for host in self.hosts]
-            results = [decoded(output, ranks, JobResult) for ranks, output in parts]
+            results = [decode_results(output, ranks, JobResult) for ranks, output in parts]
             log = "\n".join(output.log for _, output in parts)
             outcomes.append(Outcome(results=tuple(chain(*results)), log=log))
         return tuple(outcomes)

@@ -164,10 +164,10 @@ def run(
     known = Communications.load(plan.directory)
     with interrupts_put_off(CTRL_C_AND_SIGTERM):
         try:
-            plan, result = _compared(plan, launcher, first, interrupted)
+            plan, result = _compare(plan, launcher, first, interrupted)
             tuned = plan
             if tune:
-                _noticed(plan, launcher, result).keep(plan.directory)
+                _add_notices(plan, launcher, result).keep(plan.directory)
                 state = "the plan is as it was, and its verification is kept"
                 seconds = min(SWEEP_SECONDS, budget.seconds)
                 try:
@@ -177,7 +177,7 @@ def run(
                     raise
                 if tuned is plan:
                     say("tuned: nothing that was tried is better, the plan is as it was")
-            result = _noticed(plan, launcher, result)
+            result = _add_notices(plan, launcher, result)
             for text in result.notices:
                 say(text)
             alone = tune or budget.only is not None or launcher.nccl_tests is not None
@@ -187,7 +187,7 @@ def run(
                     taken = tuned.plan.choices != plan.plan.choices
                     words = choice_words(result.chosen, result.judged.settings)
                     say(f"tuned: {words}" if taken else f"the plan recommends {words} now")
-                saved = _saved(plan, result, known, say, alone=alone)
+                saved = _save(plan, result, known, say, alone=alone)
             if by_size:
                 state = "the verification is kept, without a table by message size"
                 target = read_target(load_plan(plan.directory), plan.directory)
@@ -200,7 +200,7 @@ def run(
     return saved
 
 
-def _compared(
+def _compare(
     plan: Target, launcher: Launcher, budget: RunBudget, interrupted: Interrupted
 ) -> tuple[Target, Verification]:
     """Compare a plan's choices; where default NCCL fails, with a job without P2P in its place.
@@ -240,7 +240,7 @@ def _check_dry_tuning(target: Target) -> None:
         raise InputError("`tune`", what, "leave `backend` out, or tune a simulated plan")
 
 
-def _saved(
+def _save(
     plan: Target, result: Verification, known: Communications | None, say: Say, *, alone: bool
 ) -> Verification:
     """Keep a verification, and what it says of a workload; return the answer.
@@ -249,13 +249,13 @@ def _saved(
     """
     if result.gives_way(plan.directory):
         return result.keep(plan.directory, say)
-    saved = result.keep(plan.directory, say) if alone else _kept(plan, result, known, say)
+    saved = result.keep(plan.directory, say) if alone else _keep(plan, result, known, say)
     if saved.workload is not None:
         keep_communication(saved.workload, plan.directory)
     return saved
 
 
-def _kept(
+def _keep(
     plan: Target, result: Verification, known: Communications | None, say: Say
 ) -> Verification:
     """Keep a verification, and return the answer.
@@ -280,7 +280,7 @@ def _kept(
     return replace(kept, recommended=result.recommended, chosen=result.chosen)
 
 
-def _noticed(plan: Target, launcher: Launcher, result: Verification) -> Verification:
+def _add_notices(plan: Target, launcher: Launcher, result: Verification) -> Verification:
     """Return a verification with the driver's version, and with all notices."""
     cuda = result.backend == "cuda"
     nccl = result.versions.get("nccl", "")

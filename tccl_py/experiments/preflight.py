@@ -147,7 +147,7 @@ def check_collectives(
     budget = RunBudget(sizes=sizes, collectives=(collective,))
 
     def judged(budget: RunBudget) -> ArmResult:
-        arm = run_once(target, _limited(launcher, until), budget)
+        arm = run_once(target, _limit(launcher, until), budget)
         if not (arm.rows and history):
             return arm
         earlier = [history[row.bytes] for row in arm.rows]
@@ -192,7 +192,7 @@ def _verified_rows(
     return {row.bytes: row for row in [row for row in short if is_large(row.bytes)] or short[-1:]}
 
 
-def _limited(launcher: Launcher, until: float) -> Launcher:
+def _limit(launcher: Launcher, until: float) -> Launcher:
     seconds = max((until - time.monotonic()) / 2, _LEAST_S)
     return replace(launcher, timeout=min(seconds, launcher.timeout))
 

@@ -18,7 +18,14 @@ from functools import cache, lru_cache
 
 from msgspec.structs import replace
 
-from tccl_py.experiments.calls import Call, graphed, row_call, run_checks, timed_batch, warm_up
+from tccl_py.experiments.calls import (
+    Call,
+    capture_graph,
+    row_call,
+    run_checks,
+    timed_batch,
+    warm_up,
+)
 from tccl_py.experiments.contests import time_contest
 from tccl_py.experiments.spec import (
     BATCHES,
@@ -182,7 +189,7 @@ def trainer(communicator: Communicator, slot: TimeSlot) -> Callable[[Row], RowTi
             if form == "graph":
                 with slot():
                     communicator.wait()
-                    call = stack.enter_context(graphed(communicator, step, stream=stream))
+                    call = stack.enter_context(capture_graph(communicator, step, stream=stream))
                     values = step.values(call)
             return batches(row, _time_steps(communicator, call, slot), values)
 

@@ -132,7 +132,7 @@ def predict(sweep: Sequence[RowTimes], jobs: Jobs = ()) -> list[SizeRow]:
 def _best(row: Row, scores: Sequence[SizeRow]) -> SizeRow:
     """Return the fastest choice that gains and does no harm, else the fastest."""
     usable = [score for score in scores if score.gains and not score.harms]
-    best = max(usable or scores, key=lambda score: score.swept.middle, default=untried(row))
+    best = max(usable or scores, key=lambda score: score.swept.middle, default=row_untried(row))
     # Channels take multiprocessors: multiplications beside the calls choose their number.
     near = [score for score in usable if score.swept.middle >= _CLOSE * best.swept.middle]
     close = [score for score in near if _kind(score) == _kind(best)]
@@ -141,7 +141,7 @@ def _best(row: Row, scores: Sequence[SizeRow]) -> SizeRow:
     )
 
 
-def untried(row: Row) -> SizeRow:
+def row_untried(row: Row) -> SizeRow:
     """Return a row without a choice."""
     return SizeRow(**asdict(row.plain))
 
@@ -166,7 +166,7 @@ def _scores(times: RowTimes, jobs: Sequence[RowTimes]) -> Iterator[SizeRow]:
         swept = ratio_interval(ratios, level=_SURE)
         near = ratio_interval(ratios_of(default.beside, variant.beside)) if variant.beside else None
         yield replace(
-            untried(times.row),
+            row_untried(times.row),
             choice=variant.choice,
             swept=swept,
             near=near,

@@ -31,8 +31,8 @@ from tccl_py.experiments.size_table import (
     entries,
     predict,
     read_tunings,
+    row_untried,
     table_order,
-    untried,
 )
 from tccl_py.experiments.spec import (
     FINAL_ROUNDS,
@@ -136,7 +136,7 @@ def tune_by_size(
             except MeasurementError as error:
                 launcher.say(f"not tuned by message size: {error}")
         if tunings and _keep(target, launcher, tunings, equal) and library is not None:
-            tunings = _checked(target, launcher, tunings, library)
+            tunings = _check_table(target, launcher, tunings, library)
             _keep(target, launcher, tunings, equal)
     return tuple(tunings)
 
@@ -335,7 +335,7 @@ def _keep(
     return False
 
 
-def _checked(
+def _check_table(
     target: Target, launcher: Launcher, tunings: Sequence[SizeTuning], library: Path
 ) -> list[SizeTuning]:
     """Time what all GPUs get by the plugin, and return the tunings without entries that harm.
@@ -361,7 +361,7 @@ def _checked(
     except MeasurementError as error:
         launcher.say(f"the plugin's table was not timed: {error}")
         return list(tunings)
-    timed = confirm(list(map(untried, timed_rows)), jobs, plan=arm.name)
+    timed = confirm(list(map(row_untried, timed_rows)), jobs, plan=arm.name)
     return [_without_harm(each, timed) if each.gpus == target.gpus else each for each in tunings]
 
 

@@ -240,14 +240,15 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             plan = plan.with_choice("variables", settings=settings, rings=rings)
         # The limit was measured under the settings before.
         plan = replace(plan, limit_gbps=None)
-        plan = _achieved(plan, rates) if rates else plan
+        plan = _with_achieved(plan, rates) if rates else plan
         return replace(self, plan=plan, graphs=graph_texts(plan, self.directory))
 
     def _own_rings(self, settings: Settings) -> Sequence[Order]:
         return default_choice(class_view(self.plan, 0, of_transports(settings))).rings
 
     def _with_rates(self, rates: Rates) -> Plan:
-        return _achieved(self.plan, rates).with_choice("graph", achieved_gbps=rates.get("graph"))
+        plan = _with_achieved(self.plan, rates)
+        return plan.with_choice("graph", achieved_gbps=rates.get("graph"))
 
     def settled(self, result: Verification) -> Target:
         """Return the plan with the rates of a comparison, and the winner as its choice.
@@ -363,7 +364,7 @@ def _failing(plan: Plan, names: Collection[ChoiceName]) -> Plan:
     return plan.with_choice("graph", fails=fails) if "graph" in names else plan
 
 
-def _achieved(plan: Plan, rates: Rates) -> Plan:
+def _with_achieved(plan: Plan, rates: Rates) -> Plan:
     """Return the plan with what jobs without graph files achieved.
 
     Variables that equal default NCCL's have its bandwidth.

@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from tccl_py.experiments.calls import Call, gemms, repeated, row_call
+from tccl_py.experiments.calls import Call, gemms, repeat, row_call
 from tccl_py.experiments.spec import BATCHES, Row, RowTimes, batches
 from tccl_py.rank_processes.rank import Communicator, TimeSlot
 
@@ -93,10 +93,10 @@ def time_beside(communicator: Communicator, slot: TimeSlot, row: Row) -> RowTime
         call = copies.call() if copies else row_call(communicator, row)
         own = [communicator.device.index]
         begin = stopwatch(communicator, row.groups[0] if copies and call else own)
-        calls = [repeated(call, _CALLS)] if call else []
+        calls = [repeat(call, _CALLS)] if call else []
         if row.beside:  # Launched first.
             near = gemms_beside(communicator, begin, next(iter(calls), None))
-            calls.insert(0, repeated(near, 2))
+            calls.insert(0, repeat(near, 2))
     seconds = []
     for _ in range(_WARM_UPS + BATCHES):
         with slot():

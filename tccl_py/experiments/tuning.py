@@ -276,14 +276,14 @@ def stages(target: Target, name: ChoiceName) -> tuple[Stage, ...]:
                 changes = {"min_channels": 2 * count if count > base.channels else None}
             if count <= facts.max_channels:
                 for size in values_of("buffsize", "jobs", SIZE_STAGE):
-                    yield _changed(base, **changes, buffsize=size)
+                    yield _list_changes(base, **changes, buffsize=size)
 
     def others(stage: int, base: Settings) -> Iterator[Settings]:
         kinds = target.kinds(name, base)
         for row in searched_in("jobs", stage, network=target.network):
             for changes in row.changes if row.fits(kinds) else ():
                 with suppress(InputError):  # This version has no such setting.
-                    if (changed := _changed(base, **changes)) != base:
+                    if (changed := _list_changes(base, **changes)) != base:
                         yield changed
         if stage == PATH_STAGE:
             yield from map(check_settings, target.other_paths(name, base))
@@ -294,5 +294,5 @@ def stages(target: Target, name: ChoiceName) -> tuple[Stage, ...]:
     )
 
 
-def _changed(base: Settings, **changes: object) -> Settings:
+def _list_changes(base: Settings, **changes: object) -> Settings:
     return check_settings(replace(base, **changes))

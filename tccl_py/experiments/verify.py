@@ -42,7 +42,7 @@ def verify_target(
     With `interrupted` it says so where an interruption comes before there is a comparison. Raises
     MeasurementError: a job of default NCCL failed, so nothing can be said of the others.
     """
-    begun, arms, only = time.monotonic(), _compared(target, budget), budget.only
+    begun, arms, only = time.monotonic(), _choose_arms(target, budget), budget.only
     if only is not None:
         arms = arms[0], target.arm(only)
         if arms[0] is arms[1]:
@@ -69,7 +69,7 @@ def verify_target(
     return judge.verdict(rounds)
 
 
-def _compared(target: Target, budget: RunBudget) -> tuple[Arm, ...]:
+def _choose_arms(target: Target, budget: RunBudget) -> tuple[Arm, ...]:
     """Return the arms to compare: of four a graph file that promises no more is left out.
 
     With the second arm of default NCCL four jobs run at the same time, and five take twice as long.

@@ -35,7 +35,7 @@ from tccl_py.nccl.validator import Verdict, VerdictKind
 from tccl_py.nccl.variables import HOST_VARIABLES
 from tccl_py.nccl.versions import RING
 from tccl_py.nccl.view import NcclView, view
-from tccl_py.rank_processes.tasks import RankOutput, RanksError, Task, decoded, run_tasks
+from tccl_py.rank_processes.tasks import RankOutput, RanksError, Task, decode_results, run_tasks
 
 PROGRAM = "tccl_py.nccl.communicators"
 TIMEOUT_S, _EACH_S = 60.0, 10.0
@@ -194,7 +194,7 @@ def rank_logs(
 ) -> tuple[str, list[list[CommunicatorLog]]]:
     """Return NCCL's version, and of each question the logs of its ranks."""
     gpus = _gpus_of(questions)
-    results = decoded(output, range(len(gpus)), RankResult)
+    results = decode_results(output, range(len(gpus)), RankResult)
     logs = [
         [results[gpus.index(gpu)].logs[number] for gpu in question.gpus]
         for number, question in enumerate(questions)

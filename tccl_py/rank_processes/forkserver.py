@@ -182,7 +182,7 @@ def main() -> None:
             for listener in listeners:
                 os.close(listener)
             jobs = ["" if together else rank.folder for rank in ranks]
-            control.send(msgspec.json.encode(_ended(pids, jobs, timeout, control)))
+            control.send(msgspec.json.encode(_end(pids, jobs, timeout, control)))
     os._exit(0)
 
 
@@ -200,7 +200,7 @@ def _fork(rank: Rank, control: socket.socket, listeners: Sequence[int]) -> int:
     return pid
 
 
-def _ended(
+def _end(
     pids: Sequence[int], jobs: Sequence[str], timeout: float, control: socket.socket
 ) -> list[int | None]:
     """Wait for ranks, and kill those left after the timeout, or a failure in their job.

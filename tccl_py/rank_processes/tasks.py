@@ -187,7 +187,7 @@ def torch_environment(caller: Mapping[str, str], gpus: Sequence[int] | None) -> 
     return variables
 
 
-def decoded(output: RankOutput, ranks: Sequence[int], kind: type[T]) -> tuple[T, ...]:
+def decode_results(output: RankOutput, ranks: Sequence[int], kind: type[T]) -> tuple[T, ...]:
     """Return the ranks' results as objects. Raises InputError: a result is something else."""
     return tuple(
         decode_json(text, kind, where=f"result of rank {rank}")

@@ -184,11 +184,11 @@ def heat_maps(
         if reading.beside and reading.flow.blocks == reading.beside.blocks == usual
     ]
     fastest, slowest, equal_blocks = (
-        _mapped(chosen, gpus, gpus) for chosen in (singles, beside_another, equal)
+        _map_readings(chosen, gpus, gpus) for chosen in (singles, beside_another, equal)
     )
     if len(equal_blocks) == len(slowest):
         slowest = equal_blocks
-    bounces = _mapped(
+    bounces = _map_readings(
         [reading for reading in alone if reading.flow.is_bounce], numa_nodes, gpus, bounces=True
     )
     # One scale for pairs: equal colours are equal rates.
@@ -247,7 +247,7 @@ def _ends(flow: Flow) -> tuple[int, int]:
     return flow.source.index, flow.destination.index
 
 
-def _mapped(
+def _map_readings(
     readings: Iterable[Reading],
     rows: Sequence[int],
     columns: Sequence[int],

@@ -94,10 +94,10 @@ class Layout(msgspec.Struct, frozen=True):
         return [(start + end) / 2 for start, end in pairwise(row)]
 
 
-def fitted(text: str, width: float, size: float) -> str:
+def fit_text(text: str, width: float, size: float) -> str:
     """Return `text`, cut with an ellipsis to fit into `width` pixels.
 
-    >>> fitted("0000:03:00.0", 60, 10)
+    >>> fit_text("0000:03:00.0", 60, 10)
     '0000:03:0…'
     """
     text = visible(text)
@@ -136,7 +136,7 @@ def lay_out(machine: Machine, gpus: Collection[int] | None = None, *, number: in
         for node in nodes:
             x = tree.place(node.id, x, top + _HEADER) + _GAP
         width, height = x + _PAD - _GAP - start, bottom - top
-        words = fitted(label, width - 20, 11)
+        words = fit_text(label, width - 20, 11)
         frames.append(Box(kind="socket", x=start, y=top, width=width, height=height, label=words))
         if several:
             lines.append(Stroke(kind="smp", x=start + width / 2, top=_BUS_HEIGHT + 2, bottom=top))
@@ -225,17 +225,17 @@ class _Tree:
         """Return a device's kind, label, note and title."""
         leaf = self._leaves.get(device)
         if isinstance(leaf, Gpu):
-            note = fitted(leaf.bus_id.removeprefix("0000:"), width - 4, 9.5)
+            note = fit_text(leaf.bus_id.removeprefix("0000:"), width - 4, 9.5)
             return "gpu", leaf.id, note, f"{leaf.id} {leaf.name} {leaf.bus_id}"
         if isinstance(leaf, Nic):
             speed = f"{leaf.speed_mbps / 1000:g} Gb/s" if leaf.speed_mbps else "NIC"
-            return "nic", leaf.id, fitted(speed, width - 4, 9.5), f"{leaf.id} {leaf.name}"
+            return "nic", leaf.id, fit_text(speed, width - 4, 9.5), f"{leaf.id} {leaf.name}"
         for node in self._machine.numa_nodes:
             if node.id == device:
                 return "numa", f"{node.id} · NUMA node {node.numa_id}", "host memory", ""
         words = f"PCI bridge {device}"
-        if fitted(words, width - 8, 11) != words:
-            words = fitted(device.removeprefix("0000:"), width - 4, 10)
+        if fit_text(words, width - 8, 11) != words:
+            words = fit_text(device.removeprefix("0000:"), width - 4, 10)
         return "bridge", words, "", ""
 
 

@@ -103,17 +103,17 @@ def _about(contents: Contents, nodes: Sequence[NodeView]) -> Iterator[tuple[str,
         gpus = f"{len(node.gpus)} of {len(machine.gpus)} ({gpu_list(node.gpus)})"
         yield f"GPUs{of}", f"{gpus}, {gpu_names(machine)}"
         cpus = (" ".join(filter(None, (n.vendor, n.arch))) + _family(n) for n in machine.numa_nodes)
-        yield f"NUMA nodes{of}", _counted(cpus)
+        yield f"NUMA nodes{of}", _count_texts(cpus)
         speeds = (
             f"{nic.speed_mbps / 1000:g} Gb/s" if nic.speed_mbps else "speed not reported"
             for nic in machine.nics
         )
-        yield f"NICs{of}", _counted(speeds) or "none"
+        yield f"NICs{of}", _count_texts(speeds) or "none"
         if has_stand_ins(plan):
             continue
-        best = _counted(" ".join(link_words(gpu.link)) for gpu in machine.gpus)
+        best = _count_texts(" ".join(link_words(gpu.link)) for gpu in machine.gpus)
         links = [contents.now[gpu.id] for gpu in machine.gpus if gpu.id in contents.now]
-        present = _counted(" ".join(link_words(link)) for link in links)
+        present = _count_texts(" ".join(link_words(link)) for link in links)
         pcie = (best or "not reported") + (f"; now {present}" if present else "")
         yield f"PCIe of GPUs{of}", pcie
     yield "driver", contents.driver or ("none: simulated" if plan.simulated else "not recorded")
@@ -123,7 +123,7 @@ def _about(contents: Contents, nodes: Sequence[NodeView]) -> Iterator[tuple[str,
     yield "report by", f"tccl-py {__version__}"
 
 
-def _counted(words: Iterable[str]) -> str:
+def _count_texts(words: Iterable[str]) -> str:
     return ", ".join(f"{n} x {word}" for word, n in Counter(words).items() if word.strip())
 
 

@@ -257,7 +257,7 @@ def load_machine(
     of another form, or `p2p` or `cpu` of a machine where it is known.
     """
     check_type(name, "name", str, Path)
-    return settle_model(_loaded(name), p2p=p2p, cpu=cpu)
+    return settle_model(_load(name), p2p=p2p, cpu=cpu)
 
 
 def settle_model(model: MachineModel, *, p2p: bool | None, cpu: str | None) -> MachineModel:
@@ -274,7 +274,7 @@ def is_named(name: str) -> bool:
     return name in bundled_names() or not (name == "-" or os.path.lexists(name))
 
 
-def _loaded(name: str | Path) -> MachineModel:
+def _load(name: str | Path) -> MachineModel:
     path, name = Path(name), str(name)
     if name in bundled_names():
         return load_bundled(name)

@@ -256,7 +256,7 @@ def _places(capacity: Capacity, leg: Leg, network: Network) -> list[str]:
     if isinstance(at, Memory):
         place = leg.keys.get("memory")
         return [place] if place else []
-    edges = (edge for edge in leg.edges if _selected(at, edge, network))
+    edges = (edge for edge in leg.edges if _select(at, edge, network))
     if at.together:
         return ["" if at.way == "both" else str(_leaves(edge, network)) for edge in edges]
     return [">".join(sorted(edge) if at.way == "both" else edge) for edge in edges]
@@ -268,7 +268,7 @@ def _leaves(edge: Edge, network: Network) -> bool:
     return parents.get(near) == far or (near[0] == "G" and parents.get(far) != near)
 
 
-def _selected(links: Links, edge: Edge, network: Network) -> bool:
+def _select(links: Links, edge: Edge, network: Network) -> bool:
     kind = network.kinds[edge]
     if kind not in links.kinds:
         return False

@@ -105,8 +105,8 @@ def read_journal_of(header: JournalHeader, path: Path) -> JournalContents:
     if not contents.header.covers(header):
         raise InputError(
             str(path),
-            f"belongs to {_described(contents.header, header)}, not to "
-            f"{_described(header, contents.header)}",
+            f"belongs to {_describe(contents.header, header)}, not to "
+            f"{_describe(header, contents.header)}",
             "use a new journal or output directory",
         )
     return contents
@@ -169,7 +169,7 @@ class JournalFile:
             if replace and (why := _why_not_resumable(path, header)):
                 old = path.replace(path.with_name(path.name + ".old"))
                 self.notices = (f"{why}: it is now {old.name}, and all is measured again",)
-            self._file = _opened(path)
+            self._file = _open(path)
         try:
             self.measurements = self._resume(header)
         except BaseException:
@@ -231,7 +231,7 @@ def widen_journal(path: Path, header: JournalHeader) -> None:
             shutil.copyfileobj(old, new)
 
 
-def _opened(path: Path) -> BufferedWriter:
+def _open(path: Path) -> BufferedWriter:
     if path.is_fifo() or path.is_socket() or path.is_block_device():
         # To open a FIFO would wait for a reader.
         raise InputError(str(path), "is not a regular file", "name a file")
@@ -256,7 +256,7 @@ def _why_not_resumable(path: Path, header: JournalHeader) -> str:
     return "" if covers else f"{path} held other measurements"
 
 
-def _described(header: JournalHeader, other: JournalHeader) -> str:
+def _describe(header: JournalHeader, other: JournalHeader) -> str:
     """Return a journal's machine, and what measurements of the other journal are not valid for."""
     kinds = ("measured", "simulated")
     texts, others = (f"{one}; {kinds[one.simulated]}".split("; ") for one in (header, other))

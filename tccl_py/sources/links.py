@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from tccl_py.files import encode_json
 from tccl_py.model.links import PairProof
 from tccl_py.model.machine import Machine
-from tccl_py.rank_processes.tasks import RankOutput, RanksError, Task, decoded
+from tccl_py.rank_processes.tasks import RankOutput, RanksError, Task, decode_results
 
 _TIMEOUT_S = 60.0
 
@@ -55,7 +55,7 @@ class LinksProof:
 
         if isinstance(output, RanksError):
             return pair_proofs(self._spec, []), str(output)
-        ranks = decoded(output, range(len(self._spec.gpus)), LinksResult)
+        ranks = decode_results(output, range(len(self._spec.gpus)), LinksResult)
         errors = [
             f"GPU {gpu}, at {rank.at}: {rank.error}"
             for gpu, rank in zip(self._spec.gpus, ranks, strict=True)

@@ -161,7 +161,7 @@ class Agent:
     def _done(self, message: say.Message) -> say.Message:
         try:
             if isinstance(message, say.Call):
-                return say.answered(CALLED, self, message)
+                return say.answer_call(CALLED, self, message)
         except TcclError as error:
             return Failed.of(error)
         except _Aborted:

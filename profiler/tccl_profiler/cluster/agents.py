@@ -178,7 +178,7 @@ class Agents:
         answers = self.heard(number, hosts, limit_s)
         if any(not isinstance(answer, kind) for answer in answers.values()):
             self.give_up(hosts)
-        return say.checked({host: answers[host] for host in hosts if host in answers}, kind)
+        return say.check_answers({host: answers[host] for host in hosts if host in answers}, kind)
 
     def give_up(self, hosts: Iterable[str]) -> None:
         """Have hosts give up what they run; their late answers have another number."""
@@ -226,7 +226,7 @@ class Agents:
         seen_ns = time.monotonic_ns()
         if message is None:
             message, seen_ns = self.heard(number, (host,))[host], time.monotonic_ns()
-        return say.checked({host: message}, say.Returned)[host], seen_ns
+        return say.check_answers({host: message}, say.Returned)[host], seen_ns
 
 
 class ClusterPool:

@@ -77,7 +77,7 @@ def host_facts(
 ) -> HostFacts:
     """Discover this host, with `devices` of the stand-in and, without `interfaces`, own NICs."""
     try:
-        machine, knowledge, fingerprint = _discovered(backend, devices)
+        machine, knowledge, fingerprint = _discover(backend, devices)
     except InputError as error:
         raise InputError(f"host {name}: {error.where}", error.what, error.right) from error
     if interfaces:
@@ -105,7 +105,7 @@ def host_facts(
     )
 
 
-def _discovered(backend: str, devices: int | None) -> tuple[Machine, Knowledge, Fingerprint]:
+def _discover(backend: str, devices: int | None) -> tuple[Machine, Knowledge, Fingerprint]:
     if backend == "host":
         machine = host_machine(devices, least=1)
         reached = Knowledge(peer_access_provenance="reported")

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from tccl_profiler.callers import accepted, listening, tokens_for
+from tccl_profiler.callers import accept_callers, listening, tokens_for
 from tccl_profiler.cluster import messages as say
 from tccl_profiler.cluster.agent import Agent, ControllerLost, set_agent_signals
 from tccl_profiler.cluster.facts import addresses
@@ -77,19 +77,19 @@ class Bootstrap(Protocol):
 def rendezvous(bootstrap: Bootstrap, *, join_s: float = JOIN_S) -> Job:
     """Connect all ranks to the controller, return this rank's part; InputError for lost ranks."""
     if bootstrap.rank == CONTROLLER:
-        job = _gathered(bootstrap, join_s)
+        job = _gather(bootstrap, join_s)
     else:
         bootstrap.send(CONTROLLER, msgspec.msgpack.encode(own_info()))
-        data = _waited(bootstrap, CONTROLLER, time.monotonic() + 2 * join_s)
+        data = _wait(bootstrap, CONTROLLER, time.monotonic() + 2 * join_s)
         if data is None:
             raise MeasurementError(f"the controller has said nothing for {2 * join_s:g} s")
-        sock = _connected(msgspec.msgpack.decode(data, type=Endpoint))
+        sock = _connect(msgspec.msgpack.decode(data, type=Endpoint))
         job = Job(bootstrap.rank, {}, {CONTROLLER: _connection(sock, "the controller")})
     bootstrap.finish()
     return job
 
 
-def _waited(bootstrap: Bootstrap, rank: int, until: float) -> bytes | None:
+def _wait(bootstrap: Bootstrap, rank: int, until: float) -> bytes | None:
     while time.monotonic() < until:
         data = bootstrap.poll(rank)
         if data is not None:
@@ -98,11 +98,11 @@ def _waited(bootstrap: Bootstrap, rank: int, until: float) -> bytes | None:
     return None
 
 
-def _gathered(bootstrap: Bootstrap, join_s: float) -> Job:
+def _gather(bootstrap: Bootstrap, join_s: float) -> Job:
     peers = {CONTROLLER: own_info()}
     until = time.monotonic() + join_s
     for rank in range(1, bootstrap.size):
-        data = _waited(bootstrap, rank, max(until, time.monotonic() + 0.01))
+        data = _wait(bootstrap, rank, max(until, time.monotonic() + 0.01))
         if data is None:
             fault = f"rank {rank} has said nothing for {join_s:g} s"
             right = "start one tccl command with the same arguments on all hosts"
@@ -119,7 +119,7 @@ def _gathered(bootstrap: Bootstrap, join_s: float) -> Job:
                 bootstrap.send(rank, msgspec.msgpack.encode(address))
             # Earlier messages may need this side's progress to arrive.
             arrive = functools.partial(bootstrap.poll, CONTROLLER)
-            for rank, sock in accepted(listeners, tokens, CONNECT_S, arrive):
+            for rank, sock in accept_callers(listeners, tokens, CONNECT_S, arrive):
                 connections[rank] = _connection(sock, f"rank {rank} on host {peers[rank].host}")
         for rank in range(1, bootstrap.size):
             if rank not in connections:
@@ -129,7 +129,7 @@ def _gathered(bootstrap: Bootstrap, join_s: float) -> Job:
     return Job(CONTROLLER, peers, connections)
 
 
-def _connected(address: Endpoint) -> socket.socket:
+def _connect(address: Endpoint) -> socket.socket:
     for host in address.addresses:
         with contextlib.suppress(OSError):
             # Each address gets its turn before the controller gives up.

@@ -89,30 +89,30 @@ def call_of(method: Callable[..., Any], arguments: tuple[object, ...]) -> Call:
     return Call(method.__name__, _raw(arguments))
 
 
-def answered(methods: Mapping[str, Callable[..., Any]], owner: object, call: Call) -> Returned:
+def answer_call(methods: Mapping[str, Callable[..., Any]], owner: object, call: Call) -> Returned:
     """Call one of these methods of `owner`. Raises MeasurementError: another is asked for."""
     method = methods.get(call.method)
     if method is None:
         raise MeasurementError(f"asked for {call.method[:40]}")
-    arguments = _decoded(_decoders(method)[0], call.arguments, f"a call of {call.method}")
+    arguments = _decode(_decoders(method)[0], call.arguments, f"a call of {call.method}")
     return Returned(_raw(method(owner, *arguments)))
 
 
 def result_of(method: Callable[..., Result], host: str, answer: Returned) -> Result:
     """Return a method's result on a host. Raises MeasurementError: it is of another kind."""
     where = f"host {host}: its result of {method.__name__}"
-    result: Result = _decoded(_decoders(method)[1], answer.value, where)
+    result: Result = _decode(_decoders(method)[1], answer.value, where)
     return result
 
 
-def _decoded(decoder: Any, data: msgspec.Raw, what: str) -> Any:
+def _decode(decoder: Any, data: msgspec.Raw, what: str) -> Any:
     try:
         return decoder.decode(data)
     except (msgspec.MsgspecError, ValueError) as error:
         raise MeasurementError(f"{what} does not fit: {error}") from error
 
 
-def checked(answers: Mapping[str, Message], kind: type[Kind]) -> dict[str, Kind]:
+def check_answers(answers: Mapping[str, Message], kind: type[Kind]) -> dict[str, Kind]:
     """Return the answers, all of this type, or raise the failure that says most, with its host."""
     failed = {
         host: answer for host, answer in answers.items() if isinstance(answer, messages.Failed)

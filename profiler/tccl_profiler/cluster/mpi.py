@@ -24,7 +24,7 @@ _FINALIZE_S = 30.0
 """Time for MPI to start and to end: it waits for all ranks, and one may be missing."""
 
 
-def served() -> int:
+def serve_rank() -> int:
     """Serve the controller of this rank's job to its end; return the exit code."""
     try:
         with mpi_job() as job:
@@ -40,7 +40,7 @@ def mpi_job() -> Iterator[Job]:
     # Most processes that ask whether they are in a job are not.
     from tccl_profiler.cluster.job import rendezvous  # noqa: PLC0415
 
-    bootstrap = _started()
+    bootstrap = _start()
     size = job_size(os.environ)
     fault = f"has {size} tasks that know nothing of each other"
     right = "launcher of the MPI that mpi4py was built for, as mpirun or srun --mpi=pmix"
@@ -70,13 +70,13 @@ class MpiBootstrap:
 
     def finish(self) -> None:
         """End MPI; all ranks do."""
-        with _limited(_FINALIZE_S, "MPI_Finalize", os.environ):
+        with _limit(_FINALIZE_S, "MPI_Finalize", os.environ):
             self._mpi.Request.waitall(self._leaving)
             self._mpi.Finalize()
 
 
 @contextlib.contextmanager
-def _limited(limit_s: float, call: str, environment: Mapping[str, str]) -> Iterator[None]:
+def _limit(limit_s: float, call: str, environment: Mapping[str, str]) -> Iterator[None]:
     """End this process if MPI does not come back: every other wait here has a limit."""
 
     def give_up() -> None:
@@ -94,7 +94,7 @@ def _limited(limit_s: float, call: str, environment: Mapping[str, str]) -> Itera
         guard.cancel()
 
 
-def _started() -> MpiBootstrap:
+def _start() -> MpiBootstrap:
     try:
         import mpi4py  # noqa: PLC0415
 
@@ -106,6 +106,6 @@ def _started() -> MpiBootstrap:
         fault = f"cannot load MPI ({' '.join(str(error).split())[:200]})"
         right = "`pip install mpi4py` beside the MPI that launched it"
         raise InputError("this MPI job", fault, right) from error
-    with _limited(_INIT_S, "MPI_Init", os.environ):
+    with _limit(_INIT_S, "MPI_Init", os.environ):
         MPI.Init_thread(MPI.THREAD_FUNNELED)
     return MpiBootstrap(MPI)
