@@ -21,7 +21,6 @@ from tccl_py.model.machine import (
     check,
     check_knowledge,
 )
-from tccl_py.readers.pasted import plain
 from tccl_py.simulator.model import (
     MODEL_VERSION,
     Capacity,
@@ -302,6 +301,8 @@ def read_description(path: Path) -> Description:
 
 def parse_description(text: str, *, where: str) -> Description:
     """Read a machine from a text of any form, as people paste it (InputError)."""
+    from tccl_py.readers.pasted import plain  # noqa: PLC0415 (of files alone)
+
     pasted, text = text, plain(text)
     start = text.lstrip()[:1]
     if start == "{":
