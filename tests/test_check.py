@@ -16,11 +16,11 @@ from tccl_py.health.drift import (
     chosen_sets,
     find_drift,
     gpus_of,
-    joined,
+    join_drifts,
     link_class,
     prometheus_text,
 )
-from tccl_py.health.drift_statistics import Comparison, common_spread, compared, points_to
+from tccl_py.health.drift_statistics import Comparison, common_spread, compare_sets, points_to
 from tccl_py.model.machine import Fingerprint, Knowledge
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import parse_flow, parse_set, transfer_set
@@ -61,7 +61,7 @@ def test_without_repetition_nothing_is_certain(case):
     source = Simulator(case.model, noise=0.02)
     known = case.some[0]
     one = source.measure([known])
-    assert all(row.p == 1 for row in compared({known: one}, {known: one}, common_spread([])))
+    assert all(row.p == 1 for row in compare_sets({known: one}, {known: one}, common_spread([])))
 
 
 @pytest.mark.parametrize("between", [0.0, 0.02])
@@ -94,7 +94,7 @@ def test_p_holds_where_the_change_is_just_what_is_let_pass():
         then = {text: [noisy(text, 1.0)] for text in texts}
         now = {text: [noisy(text, 1 / 1.03) for _ in range(3)] for text in texts}
         logs = [np.log([one.rate_gbps for one in found]) for found in now.values()]
-        wrong += any(row.alarming for row in compared(then, now, common_spread(logs)))
+        wrong += any(row.alarming for row in compare_sets(then, now, common_spread(logs)))
     assert wrong <= 400 * 0.03
 
 
@@ -114,7 +114,7 @@ def test_p_values_are_adjusted_for_all_flows_that_are_compared(count):
             }
             for part, factor in ((rates[:3], 1.0), (rates[3:], 0.94))
         )
-        rows = compared(then, now, common_spread([np.log(rates[:3])]))
+        rows = compare_sets(then, now, common_spread([np.log(rates[:3])]))
         assert len(rows) == number
         p.append({row.p for row in rows})
     assert [*p[1]] == pytest.approx([count * min(p[0])]) and max(p[1]) < 1
@@ -264,7 +264,7 @@ def test_equal_sets_of_unlike_hosts_are_compared_and_named_apart():
         journal = {one: [then.measure([one])[0] for _ in range(4)] for one in sets}
         now = exact_rates(with_slower_link(model, "G1", 0.4) if number else model)
         drifts.append(find_drift(plan, journal, Noisy(now, noise=0.01, seed=7), number=number))
-    both = joined(plan, drifts)
+    both = join_drifts(plan, drifts)
     assert report_check(plan, Preflight(drift=both), None).sets_compared == len(both.sets)
     assert len(both.sets) == len(plan.cluster.classes) * len(sets)
     assert {(row.hosts, row.transfers) for row in both.changes} == {("pair", one) for one in sets}
@@ -273,7 +273,7 @@ def test_equal_sets_of_unlike_hosts_are_compared_and_named_apart():
     flags = [line.rpartition('hosts="')[2] for line in changed]
     assert sorted(flags) == ['four"} 0', 'four"} 0', 'pair"} 1', 'pair"} 1']
     gone = [msgspec.structs.replace(one, lost={sets[0]: "gone"}) for one in drifts]
-    assert joined(plan, gone).lost == {sets[0]: "gone; gone"}
+    assert join_drifts(plan, gone).lost == {sets[0]: "gone; gone"}
 
 
 @pytest.mark.parametrize(("others", "families"), [((), 1), ((PAIR,), 1), ((PAIR, ONE), 2)])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tccl_py.errors import InputError
 from tccl_py.health.nccl_report import read_report
-from tccl_py.health.pasted import _pairs, _tested
+from tccl_py.health.pasted import _pairs, _read_tests
 from tccl_py.model.cards import cards
 from tccl_py.nccl.paths import path_types
 from tccl_py.readers.nvidia_smi import has_matrix, parse_nvidia_smi
@@ -271,7 +271,7 @@ def test_hostile_text_is_read_or_refused_within_limits(text):
             lambda: parse_nvidia_smi(text, where="paste.txt"),
             lambda: read_report(text),
             lambda: has_matrix(plain(text)),
-            lambda: list(_tested(text)),
+            lambda: list(_read_tests(text)),
             lambda: list(_pairs(text, None)),
         ):
             try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 
-from tccl_py.health.host import Defect, HostState, Results, Unseen, defect, listed, mib
+from tccl_py.health.host import Defect, HostState, Results, Unseen, defect, list_names, mib
 from tccl_py.health.pci import (
     check_acs,
     check_bar1,
@@ -34,10 +34,10 @@ def check_peers(host: HostState) -> Results:
     ]
     if without:
         geforce = any("GeForce" in gpu.name for gpu in host.driver.gpus)
-        yield defect("geforce" if geforce else "no-p2p", f"pairs {listed(without)}")
+        yield defect("geforce" if geforce else "no-p2p", f"pairs {list_names(without)}")
     nics = host.rdma_nics()
     if nics and host.gpus and not host.offers_gpu_memory():
-        yield defect("no-peermem", listed(nics))
+        yield defect("no-peermem", list_names(nics))
 
 
 def check_gpus(host: HostState) -> Results:
@@ -51,7 +51,7 @@ def check_gpus(host: HostState) -> Results:
         yield Unseen(what=facts, why=state.unseen)
         return
     if disabled := [f"GPU {gpu.gpu}" for gpu, _ in state.conditions if gpu.persistence is False]:
-        yield defect("no-persistence", listed(disabled))
+        yield defect("no-persistence", list_names(disabled))
     for gpu, complaints in state.conditions:
         where = f"GPU {gpu.gpu}"
         if 0 < (gpu.sm_set_mhz or 0) < (gpu.sm_max_mhz or 0):
@@ -129,7 +129,7 @@ def check_limits(host: HostState) -> Results:
         nics = host.rdma_nics()
         changes = {"measured": mib(locked), "expected": "unlimited"}
         if nics:
-            changes["why"] = f"NCCL fails to start: the NICs {listed(nics)} need locked memory"
+            changes["why"] = f"NCCL fails to start: the NICs {list_names(nics)} need locked memory"
         if host.container:
             changes["fix"] = "docker run --ulimit memlock=-1 ..."
         where = "ulimit -l of this user"
@@ -184,7 +184,7 @@ def _lost_gpus(host: HostState) -> Iterator[Defect]:
             "fix": "give it the host's NUMA topology (libvirt: numatune, pcie expander buses)",
         }
     harmless = host.virtual or len(host.numa_nodes()) == 1
-    yield defect("lost-gpus", listed(lost), severity="note" if harmless else None, **changes)
+    yield defect("lost-gpus", list_names(lost), severity="note" if harmless else None, **changes)
 
 
 _CUMEM_HOST_SINCE = 560

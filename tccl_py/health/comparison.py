@@ -25,7 +25,7 @@ from tccl_py.health.host import (
     HostState,
     Severity,
     in_force,
-    listed,
+    list_names,
     mib,
     rules,
     valid_text,
@@ -267,9 +267,9 @@ def comparison_lines(found: HostsCompared, most: int = 20) -> Iterator[tuple[str
         yield f"{spell(found.hosts, 'host')}: all facts are equal", None
         return
     odd = [name for group in others for name in group]
-    text = f"{spell(found.hosts, 'host')}: {len(first)} alike, not {listed(odd)}"
+    text = f"{spell(found.hosts, 'host')}: {len(first)} alike, not {list_names(odd)}"
     if len(first) * 2 <= found.hosts:
-        groups = "; ".join(f"{len(group)}: {listed(group)}" for group in found.groups[:6])
+        groups = "; ".join(f"{len(group)}: {list_names(group)}" for group in found.groups[:6])
         text = f"{spell(found.hosts, 'host')} in {len(found.groups)} groups of equal ones: {groups}"
     yield text, None
     said = set[str]()
@@ -278,7 +278,7 @@ def comparison_lines(found: HostsCompared, most: int = 20) -> Iterator[tuple[str
         why = "" if one.why in said else f" ({one.why})"
         said.add(one.why)
         fix = f"; {one.fix}" if why and one.fix else ""
-        yield f"{listed(one.hosts)}: {one.what} {one.value}{usual}{why}{fix}", one.severity
+        yield f"{list_names(one.hosts)}: {one.what} {one.value}{usual}{why}{fix}", one.severity
     if len(found.differences) > most:
         yield f"and {len(found.differences) - most} more differences: --json has all", None
 
@@ -293,4 +293,4 @@ def finding_lines(reports: Sequence[DoctorReport]) -> Iterator[tuple[str, Severi
             if one["severity"] != "note":
                 hosts[severity, f"{text}; {one['fix']}"].append(report.host)
     for (severity, text), names in sorted(hosts.items()):
-        yield f"{listed(sorted(names))}: {text}", severity
+        yield f"{list_names(sorted(names))}: {text}", severity

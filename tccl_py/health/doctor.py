@@ -31,7 +31,7 @@ from tccl_py.health.host import (
     files_of_this_host,
     in_force,
     lines_of,
-    listed,
+    list_names,
     rules,
 )
 from tccl_py.health.network import check_network, unfit_interfaces, unfit_nics
@@ -158,7 +158,7 @@ def _unfit_topology(host: HostState, value: str) -> dict[str, Any]:
         return {"rule": "foreign", "severity": "note", "what": fault, "why": why}
     ids = {normal_bus_id(text) for text in _BUS_IDS.findall(data.decode("utf-8", "replace"))}
     lost = [host.gpu_name(gpu) for gpu in host.gpus if gpu not in ids]
-    return {"rule": "foreign", "what": f"lacks {listed(lost)}"} if lost else {}
+    return {"rule": "foreign", "what": f"lacks {list_names(lost)}"} if lost else {}
 
 
 def _unfit_protocol(host: HostState, value: str) -> dict[str, Any]:
@@ -242,7 +242,7 @@ def check_proof(host: HostState) -> Results:
     """Report what the proof of links found."""
     proof = host.links
     if host.gpus and (nics := host.rdma_nics()):
-        what = f"whether GPUs and {listed(nics)} carry data (GPU Direct RDMA)"
+        what = f"whether GPUs and {list_names(nics)} carry data (GPU Direct RDMA)"
         yield Unseen(what=what, why="not proven: `tccl plan` over several hosts compares bytes")
     if proof is None:
         return

@@ -15,7 +15,7 @@ from tccl_py.health.drift_statistics import (
     FALSE_ALARM_RATE,
     Comparison,
     common_spread,
-    compared,
+    compare_sets,
     gpus_of,
     link_class,
     log_rates,
@@ -116,7 +116,7 @@ def find_drift(
     if not repeated and not sampler.lost:
         raise TooShortError("measure one set twice", chosen, sampler.elapsed)
     families = len(plan.cluster.classes) * effort.families
-    rows = _confirmed(sampler, chosen, journal, repeated, families)
+    rows = _confirm(sampler, chosen, journal, repeated, families)
     node = plan.cluster.classes[number]
     if len(plan.cluster.classes) > 1:
         rows = [replace(row, hosts=node.name) for row in rows]
@@ -133,7 +133,7 @@ def find_drift(
     )
 
 
-def joined(plan: Plan, drifts: Sequence[Drift]) -> Drift:
+def join_drifts(plan: Plan, drifts: Sequence[Drift]) -> Drift:
     """Return the drift of all classes of a plan's hosts."""
     if len(drifts) == 1:
         return drifts[0]
@@ -202,7 +202,7 @@ class _Sampler:
         return done
 
 
-def _confirmed(
+def _confirm(
     sampler: _Sampler,
     chosen: Sequence[TransferSet],
     journal: Journal,
@@ -212,10 +212,10 @@ def _confirmed(
     """Return all comparisons; alarms hold by the first measurements and by new ones alone."""
     measured = (*journal.values(), *repeated.values())
     spread = common_spread([logs for rows in measured for logs in log_rates(rows).values()])
-    rows = compared(journal, repeated, spread, families=families)
+    rows = compare_sets(journal, repeated, spread, families=families)
     alarmed = {row.transfers for row in rows if row.alarming}
     again = sampler.again([transfers for transfers in chosen if transfers in alarmed])
-    confirming = compared(journal, again, spread, families=families)
+    confirming = compare_sets(journal, again, spread, families=families)
     second = {(row.transfers, row.flow): row for row in confirming}
     confirmed = []
     for row in rows:
@@ -326,7 +326,7 @@ def metric(name: str, words: str, values: Iterable[tuple[Mapping[str, str], floa
     """Return a metric of `tccl check` with its labels; "" without values."""
     lines = []
     for labels, value in values:
-        inside = ",".join(f'{label}="{_escaped(text)}"' for label, text in labels.items())
+        inside = ",".join(f'{label}="{_escape(text)}"' for label, text in labels.items())
         lines.append(f"tccl_check_{name}{{{inside}}} {value:.10g}\n")
     if not lines:
         return ""
@@ -334,6 +334,6 @@ def metric(name: str, words: str, values: Iterable[tuple[Mapping[str, str], floa
     return head + "".join(lines)
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return "".join(char if char.isprintable() else "?" for char in escaped)

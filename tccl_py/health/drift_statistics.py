@@ -121,7 +121,7 @@ def common_spread(groups: Iterable[Sequence[float]]) -> Spread:
     return Spread(variance=max(math.exp(middle), _FLOOR), freedom=min(prior, _MANY))
 
 
-def compared(
+def compare_sets(
     earlier: Mapping[TransferSet, Sequence[Measurement]],
     later: Mapping[TransferSet, Sequence[Measurement]],
     spread: Spread,

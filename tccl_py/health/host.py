@@ -110,7 +110,7 @@ def defect(
     return Defect(severity=severity or base.severity, where=valid_text(where), **parts)
 
 
-def listed(names: Sequence[str]) -> str:
+def list_names(names: Sequence[str]) -> str:
     """Join names with commas, the first few of many."""
     hidden = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f" and {hidden} more" if hidden > 0 else "")

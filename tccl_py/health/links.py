@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from tccl_py.health.checks import check_container, check_limits, check_shared_memory
-from tccl_py.health.host import Defect, HostState, listed
+from tccl_py.health.host import Defect, HostState, list_names
 from tccl_py.health.pci import (
     check_acs,
     check_bar1,
@@ -71,14 +71,16 @@ def judge_links(
     `unable` says why something was not tried, as who uses the GPUs. `withheld` are the pairs with
     P2P that were not tried, since trying may do harm.
     """
-    tried = sorted(_tried(pairs, jobs, machine, host, withheld), key=lambda job: job.level or "")
+    tried = sorted(
+        _list_tried(pairs, jobs, machine, host, withheld), key=lambda job: job.level or ""
+    )
     control = [job for job in tried if job.level == "LOC"]
     others = [job for job in tried if job.level != "LOC"]
     default = [job for job in others if job.level is None]
     working = {pair for job in others if job.proof.verdict == "sound" for pair in job.uses}
     # 1. Faults: pairs that were shown to be broken, then jobs that these do not explain.
     broken = _broken_pairs(pairs)
-    faults = [_joined(broken.values())] if broken else []
+    faults = [_join(broken.values())] if broken else []
     if broken and default and not any(job.uses & broken.keys() for job in default):
         faults.append("default NCCL does not use these links")
     doubts = [unable] if unable else []
@@ -132,7 +134,7 @@ def pcie_p2p_may_harm(host: HostState) -> str:
     if not translating(host):
         return ""
     ports, _ = redirecting_ports(host)
-    acs = f"ACS of {listed(list(ports))} sends traffic between GPUs to an IOMMU that translates"
+    acs = f"ACS of {list_names(list(ports))} sends traffic between GPUs to an IOMMU that translates"
     why = acs if ports else "the IOMMU translates the addresses of GPUs"
     return f"{why}: P2P over PCIe may write to foreign memory or take a GPU off the bus"
 
@@ -147,7 +149,7 @@ def _name(proof: PairProof | JobProof) -> str:
     return f"NCCL with {shell_text(proof.environment)}" if proof.environment else "default NCCL"
 
 
-def _tried(
+def _list_tried(
     pairs: Sequence[PairProof],
     jobs: Sequence[JobProof],
     machine: Machine,
@@ -188,10 +190,10 @@ def _broken_pairs(pairs: Sequence[PairProof]) -> dict[Pair, str]:
         if proof.verdict in _BAD and not refused:
             clause = proof.what or f"{_name(proof)} {_WORDS[proof.verdict]}"
             broken.setdefault(_pair(proof.source, proof.target), []).append(clause)
-    return {pair: _joined(clauses) for pair, clauses in broken.items()}
+    return {pair: _join(clauses) for pair, clauses in broken.items()}
 
 
-def _joined(clauses: Iterable[str]) -> str:
+def _join(clauses: Iterable[str]) -> str:
     """Return the two commonest clauses."""
     distinct = joined_clauses(clause for clause, _ in Counter(clauses).most_common())
     more = f"; and {len(distinct) - 2} more" if len(distinct) > 2 else ""
@@ -245,8 +247,8 @@ def _common(machine: Machine, broken: frozenset[Pair], proven: set[Pair]) -> str
         if all(faulty - {gpu} & {*pair} for pair in broken):
             faulty.discard(gpu)
     if all(faulty & {*pair} for pair in broken):
-        return f"GPUs {listed(list(map(str, sorted(faulty))))}"
-    return f"pairs {listed([f'{one}-{other}' for one, other in sorted(broken)])}"
+        return f"GPUs {list_names(list(map(str, sorted(faulty))))}"
+    return f"pairs {list_names([f'{one}-{other}' for one, other in sorted(broken)])}"
 
 
 def _parts(machine: Machine, pairs: set[Pair]) -> Iterator[tuple[str, set[Pair]]]:
@@ -328,7 +330,7 @@ def _evidence(
     harm = pcie_p2p_may_harm(host)
     if ports or harm:
         over = {(one, other) for one, other in pci if ports.keys() & (ways[one] | ways[other])}
-        acs = f"ACS of {listed(list(ports))} sends traffic between GPUs to the CPU"
+        acs = f"ACS of {list_names(list(ports))} sends traffic between GPUs to the CPU"
         yield harm or acs, over if ports else pci
     for bad in check_bar1(host):
         if isinstance(bad, Defect):

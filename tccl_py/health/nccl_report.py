@@ -290,7 +290,7 @@ def _machine(lines: Sequence[str]) -> tuple[Machine | None, dict[str, float], di
                 break
             nodes.append(match)
         with suppress(InputError, ValueError, msgspec.ValidationError):
-            return (*_built(nodes), _nets(nodes))
+            return (*_build(nodes), _nets(nodes))
     return None, {}, {}
 
 
@@ -299,7 +299,7 @@ def _nets(nodes: Sequence[re.Match[str]]) -> dict[str, float]:
     return {f"NET/{node['id']}": float(node["gbps"]) for node in nets}
 
 
-def _built(nodes: Sequence[re.Match[str]]) -> tuple[Machine, dict[str, float]]:
+def _build(nodes: Sequence[re.Match[str]]) -> tuple[Machine, dict[str, float]]:
     """Return a machine from lines of its tree, where the indent of a line is its depth."""
     cpus: list[NumaNode] = []
     bridges: list[PciBridge] = []

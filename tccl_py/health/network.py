@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from tccl_py.health.host import Defect, HostState, Results, cut, defect, in_force, listed
+from tccl_py.health.host import Defect, HostState, Results, cut, defect, in_force, list_names
 from tccl_py.readers.lldp import neighbours
 from tccl_py.readers.sysfs import PREFIX_BITS, PREFIX_VARIABLE, RdmaPort, rdma_ports
 
@@ -60,10 +60,10 @@ def _findings(host: HostState, variables: Mapping[str, str]) -> Iterator[Defect]
         yield from _of_function(host, function)
     for subnet, names in sorted(users.items()):
         if len(names) > 1:
-            yield defect("subnet-twice", f"{listed(names)} in {subnet}")
-    if left_out := [function.name for function in addressed if not _chosen(function, variables)]:
+            yield defect("subnet-twice", f"{list_names(names)} in {subnet}")
+    if left_out := [function.name for function in addressed if not _is_chosen(function, variables)]:
         value = variables["NCCL_IB_HCA"]
-        yield defect("left-out", listed(left_out), measured=f"NCCL_IB_HCA={value[:60]}")
+        yield defect("left-out", list_names(left_out), measured=f"NCCL_IB_HCA={value[:60]}")
     for name, (bad, effect) in _ALONG_CABLES.items():
         if name in variables and bad in ("", variables[name]):
             what = f"{name}={cut(variables[name])} is set"
@@ -71,7 +71,7 @@ def _findings(host: HostState, variables: Mapping[str, str]) -> Iterator[Defect]
     for name, (path, line) in _FIREWALLS.items():
         if host.has(path) and line in host.text(path):
             fix = "let all traffic in from the neighbours' addresses in each of these subnets"
-            yield defect("firewall", f"{name}, subnets {listed(sorted(users))}", fix=fix)
+            yield defect("firewall", f"{name}, subnets {list_names(sorted(users))}", fix=fix)
 
 
 def _of_function(host: HostState, function: RdmaPort) -> Iterator[Defect]:
@@ -89,7 +89,7 @@ def _of_function(host: HostState, function: RdmaPort) -> Iterator[Defect]:
             yield defect("like-ports", f"{where} and {other.port} of {other.system[:60]}")
 
 
-def _chosen(function: RdmaPort, variables: Mapping[str, str]) -> bool:
+def _is_chosen(function: RdmaPort, variables: Mapping[str, str]) -> bool:
     """Return whether NCCL_IB_HCA leaves NCCL this function."""
     text = variables.get("NCCL_IB_HCA", "")
     excludes, exact = text.startswith("^"), text.lstrip("^").startswith("=")
@@ -101,10 +101,12 @@ def _chosen(function: RdmaPort, variables: Mapping[str, str]) -> bool:
 def unfit_nics(host: HostState, value: str) -> dict[str, Any]:
     """Return a finding's fields where NCCL_IB_HCA names NICs that are not here."""
     nics = host.rdma_nics()
-    names, lost = _named(value, nics)
+    names, lost = _find_named(value, nics)
     if not lost:
         return {}
-    fault = f"names {cut(listed(lost))}, and the RDMA NICs here are {listed(nics) or 'none'}"
+    fault = (
+        f"names {cut(list_names(lost))}, and the RDMA NICs here are {list_names(nics) or 'none'}"
+    )
     fields = {"rule": "foreign", "what": fault}
     if len(lost) < len(names) or not nics:
         return fields | {"severity": "note", "why": "NCCL passes them over"}
@@ -120,10 +122,10 @@ def unfit_interfaces(host: HostState, value: str) -> dict[str, Any]:
         what = f"leaves NCCL `lo`: {cut(value)},lo does not"
         return {"rule": "loopback", "what": what} if leaves else {}
     interfaces = host.entries("sys/class/net")
-    names, lost = _named(value, interfaces)
+    names, lost = _find_named(value, interfaces)
     if not interfaces or not lost:
         return {}
-    fault = f"names {cut(listed(lost))}, and the interfaces here are {listed(interfaces)}"
+    fault = f"names {cut(list_names(lost))}, and the interfaces here are {list_names(interfaces)}"
     fields = {"rule": "foreign", "what": fault, "source": "NCCL user guide, NCCL_SOCKET_IFNAME"}
     if len(lost) < len(names):
         return fields | {"severity": "note", "why": "NCCL takes the others"}
@@ -131,7 +133,7 @@ def unfit_interfaces(host: HostState, value: str) -> dict[str, Any]:
     return fields | {"severity": "hang", "why": why}
 
 
-def _named(value: str, present: Sequence[str]) -> tuple[list[str], list[str]]:
+def _find_named(value: str, present: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the names or prefixes in a list of NCCL's, and those that fit nothing here."""
     if value.startswith("^"):
         return [], []

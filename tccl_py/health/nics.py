@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from typing import Any
 
-from tccl_py.health.host import HostState, Results, Severity, defect, in_force, listed
+from tccl_py.health.host import HostState, Results, Severity, defect, in_force, list_names
 from tccl_py.health.pci import link_defects
 from tccl_py.readers.sysfs import RdmaPort, rdma_ports
 
@@ -27,7 +27,7 @@ def check_nics(host: HostState) -> Results:
     """Find NICs and ports below their cards or siblings, and addresses that NCCL cannot use."""
     ports = rdma_ports(host)
     for device in dict.fromkeys(port.bus_id for port in ports if port.bus_id):
-        names = listed([port_name(port, ports) for port in ports if port.bus_id == device])
+        names = list_names([port_name(port, ports) for port in ports if port.bus_id == device])
         if above := host.ports_above(device):
             yield from link_defects(host, device, above[-1], f"{names}, below {above[-1]}")
     yield from _below_siblings(host, ports)
@@ -36,7 +36,7 @@ def check_nics(host: HostState) -> Results:
         if port.active and port.ethernet:
             yield from _addresses(host, port, port_name(port, ports))
     if ports and host.entries("dev") and not host.entries("dev/infiniband"):
-        yield defect("no-verbs", listed([port_name(port, ports) for port in ports]))
+        yield defect("no-verbs", list_names([port_name(port, ports) for port in ports]))
     yield from _equal_routes(host)
 
 
@@ -74,7 +74,7 @@ def _bond(host: HostState, port: RdmaPort) -> Results:
     members = host.text(_BONDS.format(port.interface)).split() if port.interface else []
     members = members or host.text(_BONDS.format("bond0")).split() * ("bond" in port.name)
     if len(members) > 1:
-        yield defect("bond", f"{port.name} of {listed(members)}")
+        yield defect("bond", f"{port.name} of {list_names(members)}")
 
 
 def _addresses(host: HostState, port: RdmaPort, name: str) -> Results:
@@ -91,7 +91,11 @@ def _addresses(host: HostState, port: RdmaPort, name: str) -> Results:
             for gid in port.gids
             if gid.version != "RoCE v1" and not gid.address.is_link_local
         ]
-        fix = f"{name} has {listed(routed)}" if routed else f"give {port.interface} an IPv4 address"
+        fix = (
+            f"{name} has {list_names(routed)}"
+            if routed
+            else f"give {port.interface} an IPv4 address"
+        )
         fix += "; from NCCL 2.21 on leave it unset"
         what = f"NCCL_IB_GID_INDEX={line.value} is set, and {name} {fault}"
         yield defect("gid-index", line.where, what=what, fix=fix)
@@ -107,7 +111,7 @@ def _equal_routes(host: HostState) -> Results:
     for (subnet, _, _), interfaces in sorted(users.items()):
         if len(interfaces) > 1 and re.fullmatch("[0-9A-F]{8}", subnet):
             address = ".".join(str(byte) for byte in bytes.fromhex(subnet)[::-1])
-            yield defect("equal-routes", f"{listed(sorted(interfaces))} to {address}")
+            yield defect("equal-routes", f"{list_names(sorted(interfaces))} to {address}")
 
 
 # Values that do not fit this host: fields of the finding, or none.

@@ -192,7 +192,7 @@ def read_pasted(names: Sequence[str]) -> Pasted:
         found = {
             "nvidia-smi topo -m": has_matrix(rest),
             "NCCL's log": bool(log),
-            "an nccl-tests table": next(_tested(rest), None) is not None,
+            "an nccl-tests table": next(_read_tests(rest), None) is not None,
             "p2pBandwidthLatencyTest": any(map(_TITLE.fullmatch, rest.splitlines())),
         }
         matrix_in = matrix_in or where * found["nvidia-smi topo -m"]
@@ -215,7 +215,7 @@ def read_pasted(names: Sequence[str]) -> Pasted:
     if report is not None and report.torn:
         left.append(f"{spell(report.torn, 'line')} torn into another's: {ONE_FILE_A_RANK}")
     machine = description.machine if description else report.machine if report else None
-    rates, pairs = tuple(_tested(text)), tuple(_pairs(text, machine))
+    rates, pairs = tuple(_read_tests(text)), tuple(_pairs(text, machine))
     if not (descriptions or report or rates or pairs):
         parse_description(text, where=names[0])  # Says what is missing.
     joined = report is not None and not report.unfinished
@@ -239,7 +239,7 @@ def _read(name: str) -> str:
     return text
 
 
-def _tested(text: str) -> Iterator[TestedRate]:
+def _read_tests(text: str) -> Iterator[TestedRate]:
     """Yield the rows of nccl-tests."""
     collective = ""
     for line in text.splitlines():
@@ -278,11 +278,11 @@ def _pairs(text: str, machine: Machine | None) -> Iterator[PairRate]:
                         gbps=float(word),
                         both_ways=both,
                         p2p=title["p2p"] == "Enabled",
-                        allowed_gbps=_allowed(machine, source, target, 1 + both),
+                        allowed_gbps=_limit_links(machine, source, target, 1 + both),
                     )
 
 
-def _allowed(machine: Machine | None, source: int, target: int, ways: int) -> float | None:
+def _limit_links(machine: Machine | None, source: int, target: int, ways: int) -> float | None:
     """Return what the links of two GPUs without NVLink allow; None is not known."""
     if machine is None or not {source, target} <= {*machine.gpu_indices}:
         return None

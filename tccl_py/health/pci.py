@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import product
 
-from tccl_py.health.host import Defect, HostState, Results, Unseen, defect, listed, mib, rules
+from tccl_py.health.host import Defect, HostState, Results, Unseen, defect, list_names, mib, rules
 from tccl_py.model.machine import Fingerprint, Knowledge, Machine, PciLink
 from tccl_py.planning.hardware import CHIPSET, hardware_limits
 from tccl_py.readers.live import DriverFacts, GpuFacts, machine_of
@@ -74,7 +74,7 @@ def check_acs(host: HostState) -> Results:
     """Find bridges above GPUs and RDMA NICs that redirect peer traffic to the CPU."""
     redirecting, hidden = redirecting_ports(host)
     for why, of in hidden.items():
-        yield Unseen(what=f"ACS of the bridges {listed(of)}", why=why)
+        yield Unseen(what=f"ACS of the bridges {list_names(of)}", why=why)
     if redirecting and len(host.gpus) + len(host.rdma_nics()) > 1:
         hangs = translating(host) is not False
         stops = ", and any two of them through its IOMMU, which may hang them" if hangs else ""
@@ -83,7 +83,7 @@ def check_acs(host: HostState) -> Results:
         ]
         yield defect(
             "redirecting",
-            f"bridges {listed(list(redirecting))}",
+            f"bridges {list_names(list(redirecting))}",
             severity="hang" if hangs else None,
             measured=", ".join(present),
             expected="no redirection",
@@ -127,7 +127,7 @@ def check_iommu(host: HostState) -> Results:
         hangs, effect = _p2p_over_pcie(host), ""
         if hangs:
             effect = "; where it maps no such addresses, P2P over PCIe hangs or damages data"
-        where = listed([host.gpu_name(gpu) for gpu in gpus])
+        where = list_names([host.gpu_name(gpu) for gpu in gpus])
         yield defect("translating", where, severity="hang" if hangs else None, effect=effect)
     elif state is None and host.gpus and "iommu=pt" not in host.text("proc/cmdline").split():
         why = "/sys/kernel/iommu_groups does not tell; `dmesg | grep -i iommu` does"
@@ -253,7 +253,7 @@ def device_errors(host: HostState) -> dict[str, str]:
         # What a link repeats by itself is a fault where it is much, or becomes more.
         few = {name: _FEW * name.startswith(_REPEATED) for name in counts}
         if more.get(port) or any(count > few[name] for name, count in counts.items()):
-            bad[port] = listed([f"{name}: {count}" for name, count in counts.items() if count])
+            bad[port] = list_names([f"{name}: {count}" for name, count in counts.items() if count])
             bad[port] += f"; {more[port]} more while this ran" if more.get(port) else ""
     return bad
 

@@ -20,7 +20,7 @@ from tccl_py.health.drift import (
     Journal,
     TooShortError,
     find_drift,
-    joined,
+    join_drifts,
 )
 from tccl_py.model.measurement import JOURNAL_FILE, BandwidthSource, JournalHeader
 from tccl_py.model.transfer import TransferSet
@@ -71,7 +71,7 @@ class Remeasuring(NamedTuple):
             except TooShortError as error:
                 drifts.append(error.drift)
                 errors.append(error)
-        found = joined(self.plan, drifts)
+        found = join_drifts(self.plan, drifts)
         if errors:
             errors[0].drift = found
             raise errors[0]

@@ -203,7 +203,7 @@ def _best_order(rates: Rates, classes: Mapping[str, int], root: SwitchTree) -> B
     counts = [numbers[number] for number in used]
 
     def decide(asked: float) -> Decision:
-        return _decided(list(rates >= asked), classes, root, asked)
+        return _decide(list(rates >= asked), classes, root, asked)
 
     many = products(counts, rates.shape[1]) > MAX_PRODUCTS and len(candidates)
     if many and decide(candidates[-1]).walk is None:
@@ -256,7 +256,7 @@ def _one_crossing(rates: Rates, hosts: Sequence[str]) -> Walk | None:
     return Walk(hosts=tuple(hosts), crossings=(best,) * len(hosts))
 
 
-def _decided(
+def _decide(
     relations: Sequence[Relation], classes: Mapping[str, int], root: SwitchTree, asked: float
 ) -> Decision:
     """Look for a ring at the rate asked for, in any order that uplinks allow.
@@ -267,14 +267,14 @@ def _decided(
        other groups have to stay together.
     """
     joiner = Joiner()
-    together = _closed(relations, classes, root, joiner)
-    loose = _loosened(root, 2 * asked)
+    together = _close(relations, classes, root, joiner)
+    loose = _loosen(root, 2 * asked)
     if together.walk is not None or loose == root:
         return together
-    parted = _closed(relations, classes, _parted(root, classes, asked), joiner)
+    parted = _close(relations, classes, _parted(root, classes, asked), joiner)
     if parted.walk is not None and uplink_limit(root, parted.walk.hosts) >= asked:
         return parted
-    separate = _closed(relations, classes, loose, joiner)
+    separate = _close(relations, classes, loose, joiner)
     if separate.walk is None:
         return separate
     walk = _with_few_exits(separate.walk, classes, root, loose)
@@ -282,11 +282,11 @@ def _decided(
     return Decision(walk=walk) if fits else Decision(certain=False)
 
 
-def _loosened(root: SwitchTree, wide: float) -> SwitchTree:
+def _loosen(root: SwitchTree, wide: float) -> SwitchTree:
     """Return the tree without switches behind uplinks of `wide` GB/s and more."""
     hosts, switches = list(root.hosts), []
     for switch in root.switches:
-        inner = _loosened(switch, wide)
+        inner = _loosen(switch, wide)
         if _uplink(switch) < wide:
             switches.append(inner)
         else:
@@ -330,7 +330,7 @@ def _with_few_exits(
     return Walk(hosts=tuple(hosts), crossings=walk.crossings)
 
 
-def _closed(
+def _close(
     relations: Sequence[Relation], classes: Mapping[str, int], root: SwitchTree, joiner: Joiner
 ) -> Decision:
     """Look for a ring in which groups stay together."""

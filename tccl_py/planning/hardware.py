@@ -46,13 +46,13 @@ def hardware_limits(machine: Machine, knowledge: Knowledge) -> Iterator[Limit]:
     if held and len(rest) > 1:
         every, alone = (_ring_gbps(machine, knowledge, g) for g in (machine.gpu_indices, rest))
         if every and alone and alone > _MUCH * every:
-            effect = f": every ring over it gets {every:.1f} GB/s; {_named(rest)} alone get "
+            effect = f": every ring over it gets {every:.1f} GB/s; {_name_parts(rest)} alone get "
             effect += f"{alone:.1f} (simulated)"
             leave_out = f", or leave it out: CUDA_VISIBLE_DEVICES={','.join(map(str, rest))}"
     for where, gpus, link in slow:
         held_by = f"{where} has {link.lanes} lane{'s' * (link.lanes != 1)} of {link.speed_gts:g} "
         fix = "move the card to a slot with more lanes"
-        if where != _named(gpus):
+        if where != _name_parts(gpus):
             fix = "look at the cable or riser, and at how the board shares lanes"
         fix += leave_out
         if link.lanes == 1:
@@ -62,8 +62,8 @@ def hardware_limits(machine: Machine, knowledge: Knowledge) -> Iterator[Limit]:
     for bridge in machine.bridges:
         below = _below(machine, bridge.id)
         if below and bridge.vendor == "0x1022" and bridge.device in _AMD_CHIPSETS:
-            what = f"{_named(below)}: behind the chipset, {CHIPSET}"
-            yield Limit(where=_named(below), what=what, fix="use a slot of the CPU")
+            what = f"{_name_parts(below)}: behind the chipset, {CHIPSET}"
+            yield Limit(where=_name_parts(below), what=what, fix="use a slot of the CPU")
 
 
 def limit_sentences(plan: Plan) -> Iterator[str]:
@@ -74,7 +74,7 @@ def limit_sentences(plan: Plan) -> Iterator[str]:
             yield f"{whose}{limit.what}. Remedy: {limit.fix}."
 
 
-def _named(gpus: Sequence[int]) -> str:
+def _name_parts(gpus: Sequence[int]) -> str:
     return f"GPU{'s' * (len(gpus) > 1)} {', '.join(map(str, gpus))}"
 
 
@@ -82,10 +82,10 @@ def _slow_links(machine: Machine) -> Iterator[tuple[str, list[int], PciLink]]:
     """Yield the place of each slow link, the GPUs below it, and the link."""
     kinds: dict[object, list[tuple[str, list[int], PciLink]]] = defaultdict(list)
     for gpu in machine.gpus:
-        kinds[gpu.sm, gpu.name].append((_named([gpu.index]), [gpu.index], gpu.link))
+        kinds[gpu.sm, gpu.name].append((_name_parts([gpu.index]), [gpu.index], gpu.link))
     for bridge in machine.bridges:
         if gpus := _below(machine, bridge.id):
-            where = f"the link above the PCI switch {bridge.id} ({_named(gpus)})"
+            where = f"the link above the PCI switch {bridge.id} ({_name_parts(gpus)})"
             kinds[len(machine.ancestors(bridge.id))].append((where, gpus, bridge.link))
     for links in kinds.values():
         known = [one for one in links if one[2].gbps]
@@ -124,7 +124,7 @@ def _fewer_nvlinks(machine: Machine) -> Iterator[Limit]:
         if count < best and (count or machine.nvswitches):
             fewer[count, best].append(gpu.index)
     for (count, best), gpus in fewer.items():
-        where = _named(gpus)
+        where = _name_parts(gpus)
         what = f"{where}: {count} active NVLinks each, and others of the kind have {best}"
         fix = "`nvidia-smi nvlink -s` shows inactive ones; look at the bridge or the fabric"
         yield Limit(where=where, what=what, fix=fix)

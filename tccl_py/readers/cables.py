@@ -45,7 +45,7 @@ class Ports(msgspec.Struct, frozen=True, kw_only=True):
     where: str = ""
 
 
-def described(
+def describe_cables(
     cables: Sequence[tuple[_Text, _Text]], ports: Mapping[str, Sequence[str]], *, where: str
 ) -> Ports:
     """Return the cables of a file, each port with one cable at most (InputError)."""

@@ -161,7 +161,7 @@ def parse_host_list(text: str, *, where: str) -> tuple[HostSlots, ...]:
     for place, content in _lines(text, where):
         entry, *options = content.split(maxsplit=_MAX_WORDS)
         own = _slots(options, place)
-        for name, count, counted in _named(entry, place):
+        for name, count, counted in _name_hosts(entry, place):
             if own is not None and (counted or slots[name]):
                 right = "give all slots of a host on one line"
                 raise InputError(place, f"{name} has slots= after another line", right)
@@ -192,7 +192,7 @@ def _lines(text: str, where: str) -> Iterator[tuple[str, str]]:
             yield f"{where}:{number}", content
 
 
-def _named(entry: str, place: str) -> Iterator[tuple[str, int, bool]]:
+def _name_hosts(entry: str, place: str) -> Iterator[tuple[str, int, bool]]:
     """Yield the hosts of a line's first word: name, number of slots, whether a number is given."""
     parts = _entries(entry.rpartition("@")[2], where=place)
     for part in itertools.chain([next(parts, "")], parts):

@@ -76,7 +76,7 @@ def parse_nccl_topology(text: str, *, where: str) -> Machine:
     displays = [part for part in devices if part.kind == "gpu"]
     # Bare display devices beside real GPUs are none.
     real = [gpu for gpu in displays if gpu.element.tag == "gpu"] or displays
-    gpus = _numbered(real, "every GPU has its own dev", most=255)
+    gpus = _number(real, "every GPU has its own dev", most=255)
     nics = [part for part in devices if part.kind == "nic"]
     links, switches = _nvlinks(gpus)
     machine = Machine(
@@ -85,7 +85,7 @@ def parse_nccl_topology(text: str, *, where: str) -> Machine:
         bridges=tuple(part for part in parts if isinstance(part, PciBridge)),
         gpus=tuple(_gpu(index, gpu) for index, gpu in gpus.items()),
         nics=tuple(
-            _nic(index, nic) for index, nic in _numbered(nics, "every net has its own dev").items()
+            _nic(index, nic) for index, nic in _number(nics, "every net has its own dev").items()
         ),
         nvswitches=switches,
         nvlinks=links,
@@ -112,7 +112,7 @@ def _cpus_in_order(root: _Element) -> list[_Element]:
     return [cpu for _, cpu in sorted(numbered.items())]
 
 
-def _numbered(devices: Sequence[_Device], right: str, most: int = 2**31 - 1) -> dict[int, _Device]:
+def _number(devices: Sequence[_Device], right: str, most: int = 2**31 - 1) -> dict[int, _Device]:
     """Return devices by `dev`; those without one take the free numbers in order of bus id."""
     numbered: dict[int, _Device] = {}
     others_left = []

@@ -181,7 +181,7 @@ def parse_nvidia_smi(text: str, *, where: str) -> tuple[Machine, Knowledge]:
     machine's name.
     """
     text = plain(text)
-    lines = list(_split(text))
+    lines = list(_split_lines(text))
     matrix, supported = _parse_matrices(lines, where)
     _check_symmetry(matrix)
     seen = _gpus_seen(text.splitlines(), sorted(matrix.gpus.values()), where)
@@ -227,7 +227,7 @@ def parse_nvidia_smi(text: str, *, where: str) -> tuple[Machine, Knowledge]:
 
 def has_matrix(text: str) -> bool:
     """Return whether a plain text has the relations of a GPU, as `nvidia-smi topo -m` has them."""
-    rows = (line.split() for _, line in _split(text) if _ROW.match(line))
+    rows = (line.split() for _, line in _split_lines(text) if _ROW.match(line))
     matrix = (row for row in rows if _is_relation(row[1]) and {*row}.isdisjoint(_STATUSES))
     return any(_GPU_LABEL.fullmatch(row[0]) for row in matrix)
 
@@ -263,7 +263,7 @@ def _gpu(index: int, parent: str, seen: _Seen) -> Gpu:
     )
 
 
-def _split(text: str) -> Iterator[_Line]:
+def _split_lines(text: str) -> Iterator[_Line]:
     """Yield lines, each row of a matrix as one, without columns' rules, prompts and prefixes."""
     for number, written in enumerate(text.splitlines(), start=1):
         rule = written[max(written.find("|"), 0) :]

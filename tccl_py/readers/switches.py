@@ -48,7 +48,7 @@ from tccl_py.model.cluster import (
     shown,
 )
 from tccl_py.model.reports import restrict
-from tccl_py.readers.cables import Ports, described
+from tccl_py.readers.cables import Ports, describe_cables
 from tccl_py.readers.hosts import MAX_BYTES, expand
 
 MAX_LEVELS = 32
@@ -148,7 +148,7 @@ def parse_slurm_topology(
 ) -> SwitchTree:
     """Return the tree of a topology.conf; LinkSpeed has no unit, so uplinks have no limit."""
     switches = ((_slurm_switch(line, place), place) for place, line in _lines(text, where))
-    return _joined(
+    return _join(
         (switch for parsed in switches for switch in _flat(*parsed)), where=where, hosts=hosts
     )
 
@@ -185,11 +185,11 @@ def parse_switch_yaml(text: str, *, where: str, hosts: Iterable[str] | None = No
         require(form.cables, where, "has ports and no cable", "write cables: and a list of them")
         fault = "has cables and rails: only, which is for NICs at switches"
         require(form.rails == "any", where, fault, "leave rails: out")
-        ports = described(form.cables, form.ports, where=where)
+        ports = describe_cables(form.cables, form.ports, where=where)
         return Interconnect(switches=None, ports=ports)
     places = ((switch, f"{where} switches[{i}]") for i, switch in enumerate(form.switches))
     parts = (part for switch, place in places for part in _flat(switch, place))
-    return Interconnect(switches=_joined(parts, where=where, hosts=hosts), rails=form.rails)
+    return Interconnect(switches=_join(parts, where=where, hosts=hosts), rails=form.rails)
 
 
 def _of_slurm(topologies: Sequence[_SlurmTopology], where: str) -> _Switches:
@@ -295,7 +295,7 @@ def _slurm_switch(line: str, place: str) -> _Switch:
     return _Switch(name=pairs["switchname"], hosts=nodes, switches=below)
 
 
-def _joined(parts: Iterable[_Part], *, where: str, hosts: Iterable[str] | None) -> SwitchTree:
+def _join(parts: Iterable[_Part], *, where: str, hosts: Iterable[str] | None) -> SwitchTree:
     """Return the tree of all these switches, or of the switches above `hosts`."""
     by_name: dict[str, _Part] = {}
     names = 0

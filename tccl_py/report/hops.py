@@ -11,7 +11,7 @@ import msgspec
 
 from tccl_py.explanation.findings import Finding, kind_of
 from tccl_py.explanation.paths import Paths
-from tccl_py.health.host import listed
+from tccl_py.health.host import list_names
 from tccl_py.model.machine import Machine
 from tccl_py.model.rings import neighbours
 from tccl_py.model.transfer import Flow
@@ -106,7 +106,7 @@ def ring_views(plan: Plan, number: int, layout: Layout) -> list[HopsView]:
             if chain.entry_nic is not None:
                 ends = [f"N{chain.entry_nic}", *map(str, chain.gpus), f"N{chain.exit_nic}"]
                 order = " → ".join(ends)
-            title = f"Ring {at}" + (f" on {listed(hosts)}" if len(plan.paths) > 1 else "")
+            title = f"Ring {at}" + (f" on {list_names(hosts)}" if len(plan.paths) > 1 else "")
             hops = flow_ends((hop.flow, hop.rate_gbps) for hop in chain.hops)
             shown = {"order": order, "rate": chain.rate_gbps}
             views.append(hops_view(f"ring-{place}-{at}", title, machine, hops, layout, **shown))

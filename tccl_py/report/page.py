@@ -14,7 +14,7 @@ from markupsafe import Markup
 from tccl_py import __version__
 from tccl_py.errors import InputError
 from tccl_py.files import explain_errors
-from tccl_py.health.host import listed
+from tccl_py.health.host import list_names
 from tccl_py.model.cluster import compress
 from tccl_py.model.machine import NumaNode
 from tccl_py.model.measurement import IN_DRY_RUN
@@ -97,7 +97,7 @@ def report_html(contents: Contents) -> str:
 def _about(contents: Contents, nodes: Sequence[NodeView]) -> Iterator[tuple[str, str]]:
     """Yield what the plan is of, and with which software, as a name and words."""
     plan = contents.plan
-    yield "host", listed([host.name for host in plan.hosts])
+    yield "host", list_names([host.name for host in plan.hosts])
     for node in nodes:
         machine, of = node.machine, f" of {node.name}" if node.name else ""
         gpus = f"{len(node.gpus)} of {len(machine.gpus)} ({gpu_list(node.gpus)})"

@@ -30,7 +30,7 @@ from tccl_py.search.bounds import (
     crossings,
     smallest_slow_part,
 )
-from tccl_py.search.problem import HopIndex, SearchProblem, admitted
+from tccl_py.search.problem import HopIndex, SearchProblem, admits
 
 MAX_STATES = 10_000
 """States visited for one ring count before the search gives up on a proof."""
@@ -48,7 +48,7 @@ Sequences = tuple[tuple[int, ...], ...]
 """The hop numbers of each ring of a set."""
 
 
-def chained(sequences: Sequence[Sequence[int]]) -> tuple[int, ...]:
+def chain_hops(sequences: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """Return the hops of all rings of a set, one after the other."""
     return tuple(itertools.chain.from_iterable(sequences))
 
@@ -68,7 +68,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def hops(self) -> tuple[int, ...]:
         """All hops of all rings."""
-        return chained(self.sequences)
+        return chain_hops(self.sequences)
 
     @property
     def rings(self) -> RingSet:
@@ -111,7 +111,7 @@ class Incumbent:
         if score > self.score:
             self.improved_at = at
         rings = tuple(tuple(sequence) for sequence in sequences)
-        bounces = int(index.bounces[list(chained(rings))].sum())
+        bounces = int(index.bounces[list(chain_hops(rings))].sum())
         order = (-round(score, 6), bounces, len(rings))
         made = Candidate(order=order, score=score, index=index, sequences=rings)
         bisect.insort(self._candidates, made, key=lambda one: one.order)
@@ -121,7 +121,7 @@ class Incumbent:
         self, evaluator: Evaluator, index: HopIndex, sequences: Sequence[Sequence[int]]
     ) -> None:
         """Measure a ring set and offer it."""
-        measurement = evaluator.measurement(index, chained(sequences))
+        measurement = evaluator.measurement(index, chain_hops(sequences))
         self.error = max(self.error, evaluator.relative_error(measurement))
         score = len(sequences) * measurement.rate_gbps
         self.offer(score, index, sequences, at=evaluator.sets_measured)
@@ -406,7 +406,7 @@ class RingSetSearch:
         ring = (*state.hops, hop)
         if state.rings and ring < state.rings[-1][: len(ring)]:
             return False
-        return self._marks[hop] is None or admitted(self.index, (*state.rings, ring), self._rule)
+        return self._marks[hop] is None or admits(self.index, (*state.rings, ring), self._rule)
 
     def _child(self, state: State, hop: int, bound: float, compatibility: float) -> State:
         target = self._target[hop]

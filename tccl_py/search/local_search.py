@@ -10,9 +10,9 @@ import itertools
 import random
 from collections.abc import Iterator, Sequence
 
-from tccl_py.search.best_first import Incumbent, Sequences, chained
+from tccl_py.search.best_first import Incumbent, Sequences, chain_hops
 from tccl_py.search.bounds import Bounds, Evaluator
-from tccl_py.search.problem import HopIndex, Hops, SetRule, admitted
+from tccl_py.search.problem import HopIndex, Hops, SetRule, admits
 
 SIDEWAYS = 5
 """Steps in a row to sets that are only equally fast."""
@@ -64,14 +64,14 @@ class LocalSearch:
             self._looks += 1
             orders = ((0, *self._random.sample(rest, len(rest))) for _ in range(count))
             rings = tuple(sorted(self._ring(order, {}) for order in orders))
-            if all(rings) and admitted(self._index, rings, self._rule):
+            if all(rings) and admits(self._index, rings, self._rule):
                 self._climb(rings)
 
     def _climb(self, rings: Sequences) -> None:
         rate, sideways, near = self._rate(rings), 0, self._near(rings)
         while not self.ended and (rings := next(near, ())):
             self._looks += 1
-            hops = chained(rings)
+            hops = chain_hops(rings)
             if self._bounds.bound(hops) < rate:
                 continue
             is_new = self._index.canonical(hops) not in self._seen
@@ -82,7 +82,7 @@ class LocalSearch:
 
     def _rate(self, rings: Sequences) -> float:
         """Return the rate of a set, which is offered the first time."""
-        hops = chained(rings)
+        hops = chain_hops(rings)
         key = self._index.canonical(hops)
         if key not in self._seen:
             self._seen.add(key)
@@ -96,7 +96,7 @@ class LocalSearch:
         self._random.shuffle(near)
         for at, ring in near:
             changed = tuple(sorted((*rings[:at], ring, *rings[at + 1 :])))
-            if admitted(self._index, changed, self._rule):
+            if admits(self._index, changed, self._rule):
                 yield changed
 
     def _rings_near(self, ring: Hops) -> list[Hops]:

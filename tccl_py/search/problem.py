@@ -288,7 +288,7 @@ def all_ring_sets(
 ) -> Iterator[tuple[Hops, ...]]:
     """Yield every set of `rings` rings that the rule admits, once."""
     for found in itertools.combinations_with_replacement(all_rings(index), rings):
-        if admitted(index, found, rule):
+        if admits(index, found, rule):
             yield found
 
 
@@ -302,7 +302,7 @@ def random_rings(index: HopIndex, count: int, chance: random.Random) -> tuple[Ho
     return tuple(tuple(int(chance.choice(hops)) for hops in one) for one in choices)
 
 
-def admitted(index: HopIndex, rings: Sequence[Sequence[int]], rule: SetRule | None) -> bool:
+def admits(index: HopIndex, rings: Sequence[Sequence[int]], rule: SetRule | None) -> bool:
     """Return whether the rule admits these rings; the last ring may be unfinished."""
     if rule is None:
         return True

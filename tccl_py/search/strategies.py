@@ -18,7 +18,7 @@ from tccl_py.errors import (
 )
 from tccl_py.model.rings import Ring, ring_like
 from tccl_py.model.symmetry import Symmetry, keeping
-from tccl_py.search.best_first import Candidate, Incumbent, RingSetSearch, Sequences, chained
+from tccl_py.search.best_first import Candidate, Incumbent, RingSetSearch, Sequences, chain_hops
 from tccl_py.search.bounds import DIFFERENCE, Evaluator, checked_index, distinct_cuts
 from tccl_py.search.local_search import LocalSearch
 from tccl_py.search.problem import (
@@ -28,7 +28,7 @@ from tccl_py.search.problem import (
     Reporter,
     SearchProblem,
     SearchResult,
-    admitted,
+    admits,
     all_ring_sets,
     check_problem,
     count_ring_sets,
@@ -138,7 +138,7 @@ class Run:
                         continue  # the space lacks one of the hops
                     sequences = [[index.number[hop] for hop in ring.hops] for ring in rings]
                     sequences *= count // len(known)
-                    if admitted(index, sequences, self.problem.rules.get(count)):
+                    if admits(index, sequences, self.problem.rules.get(count)):
                         self.offer(index, sequences)
 
     def plain_index(self, count: int) -> HopIndex:
@@ -285,7 +285,7 @@ def _few_ring_sets(run: Run) -> dict[int, list[Sequences]]:
             exact = run.evaluator.bounds_hold
             index = HopIndex(space, run.problem.symmetry) if exact else run.plain_index(count)
             sets = all_ring_sets(index, count, run.problem.rules.get(count))
-            few[count] = list({index.canonical(chained(one)): one for one in sets}.values())
+            few[count] = list({index.canonical(chain_hops(one)): one for one in sets}.values())
             if not run.evaluator.allowance.covers(sum(map(len, few.values()))):
                 del few[count]
     return few
@@ -297,7 +297,7 @@ def _bound_few(run: Run, few: Mapping[int, Sequence[Sequences]]) -> None:
     for count, sets in few.items():
         index = run.plain_index(count)
         own = best.index.text(best.hops) if best is not None else ""
-        rivals = (hops for hops in map(chained, sets) if index.text(hops) != own)
+        rivals = (hops for hops in map(chain_hops, sets) if index.text(hops) != own)
         measurements = (run.evaluator.measurement_as_is(index, hops) for hops in rivals)
         run.bounds[count] = count * max(map(run.evaluator.raised, measurements), default=0.0)
 
@@ -306,7 +306,7 @@ def _images_agree(run: Run, count: int, sets: Sequence[Sequences]) -> bool:
     """Return whether ring sets that the described symmetry exchanges are equally fast."""
     index, plain = HopIndex(run.problem.spaces[count], run.problem.symmetry), run.plain_index(count)
     rates: dict[Hops, list[float]] = {}
-    for hops in map(chained, sets):
+    for hops in map(chain_hops, sets):
         rate = run.evaluator.measurement_as_is(plain, hops).rate_gbps
         rates.setdefault(index.canonical(hops), []).append(rate)
     allowed = 1 + DIFFERENCE + 6 * run.incumbent.error
@@ -421,9 +421,9 @@ def _offer_drawn(run: Run, count: int, chance: random.Random) -> None:
     offered = 0
     for _ in range(DRAWS):
         rings = random_rings(index, count, chance)
-        hops = chained(rings)
+        hops = chain_hops(rings)
         new = rings and run.evaluator.known_rate(index, hops) is None
-        if new and admitted(index, rings, rule) and offered < RING_SETS_DRAWN:
+        if new and admits(index, rings, rule) and offered < RING_SETS_DRAWN:
             run.offer(index, rings)
             offered += 1
 
