@@ -17,7 +17,14 @@ ASKS = re.compile(
     r"|\blen\((?:\w+\.)*hosts\) (?:[<>=!]=?) [012]\b"
 )
 """Whether a plan, a chain or a cluster is of one host, by a property or by its hosts."""
-TEXT = ("report", "explanation", "plan/text.py", "plan/size_choices.py", "delivery/scripts.py")
+TEXT = (
+    "report",
+    "explanation",
+    "health/pasted.py",
+    "plan/text.py",
+    "plan/size_choices.py",
+    "delivery/scripts.py",
+)
 """The text of a plan, and files of launchers, may say something else of several hosts."""
 
 
