@@ -147,12 +147,15 @@ def _of_hosts(asked: HostsRequest, models: Models) -> tuple[Subject, Cluster]:
         by_name = {name: Simulator(m) for name, m in models.items() if m is not None}
     else:
         right = f"add --simulate MACHINE, or {UNDER_MPI}"
-        fault = "names no host of a plan in the directory"
         assert request.hosts is not None
         if known is None:
-            raise InputError("`hosts`", fault, right)
-        hosts = listed_hosts(request.hosts, where="`hosts`")
-        cluster = named_cluster(known, hosts, request.switches)
+            raise InputError("`hosts`", "names no host of a plan in the directory", right)
+        kind, *further = known.classes
+        fault = f"are of one of {1 + len(further)} classes"
+        require(not further, "`hosts`", fault, f"{UNDER_MPI}: then their class is found out")
+        listed = listed_hosts(request.hosts, where="`hosts`")
+        reports = _new_reports(listed, pick(kind, "machine", "knowledge"), known)
+        cluster = _cluster(reports, request.switches, known, where="`hosts`")
 
     def search(reporter: Reporter | None) -> Plan:
         with source or nullcontext():
@@ -263,19 +266,6 @@ def _new_reports(
     old = known.host_classes if known else {}
     new = (host for host in hosts if host.name not in old)
     return [HostReport(host=host.name, slots=host.slots, **machine) for host in new]
-
-
-def named_cluster(known: Cluster, hosts: Sequence[HostSlots], switches: Path | None) -> Cluster:
-    """Return known hosts and further ones of their only class.
-
-    Raises InputError: they have several classes, or as `cluster_of`.
-    """
-    kind, *further = known.classes
-    if further:
-        fault = f"are of one of {1 + len(further)} classes"
-        raise InputError("`hosts`", fault, "start ranks on them: then their class is found out")
-    reports = _new_reports(hosts, pick(kind, "machine", "knowledge"), known)
-    return _cluster(reports, switches, known, where="`hosts`")
 
 
 def cluster_of_job(
