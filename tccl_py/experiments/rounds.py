@@ -210,14 +210,14 @@ def _enough(budget: RunBudget, table: Table, count: int) -> bool:
         gains = any(
             timed.compared.low > 1 + SMALLEST_EFFECT
             for row, timed in rows.items()
-            if row.over_all and row.bytes == max(budget.sizes)
+            if row.over_all and row.bytes == max(budget.sizes) and not row.beside
         )
         if gains and "open" in harms and "loses" not in harms:
             return False
         for row, timed in rows.items() if name != AGAIN else ():
             narrow = row.bytes >= _NARROW and not row.groups
             counts = count < budget.rounds or narrow or timed.compared.high < 1
-            judged = row.mode or row.collective in budget.collectives
+            judged = row.trains or (row.collective in budget.collectives and not row.beside)
             if timed.compared.open and counts and judged:
                 return False
     return True

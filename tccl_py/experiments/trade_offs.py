@@ -75,7 +75,7 @@ def _curves(arm: ArmResult, ranks: int) -> Curves:
     """Return an arm's median seconds by size."""
     rows: dict[tuple[str, int], dict[int, float]] = {}
     for row in (*arm.rows, *arm.transfers):
-        if row.bytes:
+        if row.bytes and not (row.mode or row.beside):
             rows.setdefault(_kind(row, ranks), {}).setdefault(row.bytes, median(row.seconds))
     return {kind: sorted(seconds.items()) for kind, seconds in rows.items()}
 
