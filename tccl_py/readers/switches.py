@@ -30,7 +30,7 @@ src/common/parse_config.c.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -94,28 +94,6 @@ class _Switch(msgspec.Struct, forbid_unknown_fields=True):
     switches: _Text | list[_Text | _Switch] = []
 
 
-class _SlurmSwitch(msgspec.Struct):
-    """A switch of SLURM's topology.yaml(5): hosts, or switches below, as expressions."""
-
-    switch: _Text
-    children: str = ""
-    nodes: str = ""
-
-
-class _SlurmTree(msgspec.Struct):
-    """The switches of a tree."""
-
-    switches: list[_SlurmSwitch]
-
-
-class _SlurmTopology(msgspec.Struct):
-    """A topology of SLURM's topology.yaml; one of blocks or a flat one has no tree."""
-
-    topology: _Text
-    cluster_default: bool = False
-    tree: _SlurmTree | None = None
-
-
 class _Switches(msgspec.Struct, forbid_unknown_fields=True):
     """A document of the YAML form."""
 
@@ -162,9 +140,8 @@ def parse_switch_yaml(text: str, *, where: str, hosts: Iterable[str] | None = No
             if value == "":
                 raise InputError(f"{where} {key}:", "is empty", _FORMS.get(f".{key}", _FORMS[""]))
         if isinstance(read, list):
-            form = _of_slurm(msgspec.convert(read, list[_SlurmTopology], strict=False), where)
-        else:
-            form = msgspec.convert(read, _Switches, strict=False)
+            read = _of_slurm(read, where)
+        form = msgspec.convert(read, _Switches, strict=False)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{where}:{mark.line + 1}" if mark else where
@@ -192,20 +169,21 @@ def parse_switch_yaml(text: str, *, where: str, hosts: Iterable[str] | None = No
     return Interconnect(switches=_join(parts, where=where, hosts=hosts), rails=form.rails)
 
 
-def _of_slurm(topologies: Sequence[_SlurmTopology], where: str) -> _Switches:
-    """Return the form of SLURM's default topology, or of its only one."""
-    usual = [one for one in topologies if one.cluster_default] or topologies
+def _of_slurm(topologies: list[Any], where: str) -> dict[str, Any]:
+    """Return the form of the default topology of SLURM's topology.yaml(5), or of its only one."""
+    known = [one for one in topologies if isinstance(one, dict)]
+    usual = [one for one in known if one.get("cluster_default") == "true"] or known
     fault = f"has {len(usual)} topologies that may be meant"
     require(len(usual) == 1, where, fault, "mark one by cluster_default: true")
-    (chosen,) = usual
-    if chosen.tree is None:
-        fault = f"has no tree of switches in topology {shown(chosen.topology)}"
+    tree = usual[0].get("tree")
+    if not isinstance(tree, dict) or not isinstance(tree.get("switches"), list):
+        name = shown(str(usual[0].get("topology")))
+        fault = f"is of another form (no tree of switches in topology {name})"
         raise InputError(where, fault, _FORMS[""])
-    parts = (
-        _Switch(name=one.switch, hosts=one.nodes, switches=one.children)
-        for one in chosen.tree.switches
-    )
-    return _Switches(switches=list(parts))
+    names = {"switch": "name", "nodes": "hosts", "children": "switches"}
+    switches = (one if isinstance(one, dict) else {} for one in tree["switches"])
+    renamed = [{names[key]: one[key] for key in names if one.get(key)} for one in switches]
+    return {"switches": renamed}
 
 
 class _Texts(_Loader):  # type: ignore[misc]
