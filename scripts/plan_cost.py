@@ -87,7 +87,7 @@ class MeasuredLike:
     def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
         """Answer each set."""
         begun = time.process_time()
-        answers = [self._measured(transfers) for transfers in sets]
+        answers = [self._measure(transfers) for transfers in sets]
         self.seconds += time.process_time() - begun
         return answers
 

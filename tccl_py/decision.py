@@ -120,11 +120,11 @@ def best_for(steps: Mapping[ChoiceName, StepTime]) -> ChoiceName:
     """
     compared = [name for name in CHOICES if name in steps]
 
-    def handicapped(name: ChoiceName) -> float:
+    def handicap(name: ChoiceName) -> float:
         return steps[name].seconds * (1 + AS_GOOD) ** compared.index(name)
 
     usable = [name for name in compared if name == "default" or steps[name].faster]
-    return min(usable, key=handicapped)
+    return min(usable, key=handicap)
 
 
 def drop_worse(

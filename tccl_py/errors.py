@@ -193,16 +193,16 @@ def interrupts_put_off(kinds: _Kinds = CTRL_C) -> Iterator[None]:
         return
     late: list[type[BaseException]] = []
 
-    def arrived(number: int, frame: FrameType | None) -> None:
+    def note_arrival(number: int, frame: FrameType | None) -> None:
         kind = late[0] if number == signal.SIGALRM else kinds[signal.Signals(number)]
         if not _inside_numpy(frame):
             raise kind
         late.append(kind)
         signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
 
-    with _handle((signal.SIGALRM,), arrived):
+    with _handle((signal.SIGALRM,), note_arrival):
         try:
-            with _handle(usual, arrived):
+            with _handle(usual, note_arrival):
                 yield
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)

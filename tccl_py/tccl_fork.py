@@ -192,10 +192,10 @@ def _flows(plan: Plan, subset: SubsetRings) -> list[Flow]:
     space = hop_space(view(plan.machine, plan.knowledge, plan.settings, gpus=subset.gpus))
     nodes = dict(zip(subset.gpus, subset.nodes, strict=False))
 
-    def placed(hop: Hop) -> bool:
+    def place(hop: Hop) -> bool:
         return hop.flow.through in (None, nodes.get(hop.source, hop.flow.through))
 
-    return [hop.flow for hop in ring_like(space.only(placed), subset.rings[0]).hops]
+    return [hop.flow for hop in ring_like(space.only(place), subset.rings[0]).hops]
 
 
 def _path(gpus: tuple[int, ...], chain: PlanChain, *, is_image: bool) -> ForkPath | None:

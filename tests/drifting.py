@@ -62,7 +62,7 @@ class Noisy:
         self.random = np.random.default_rng(seed)
 
     def measure(self, sets):
-        return [self._measured(one) for one in sets]
+        return [self._measure(one) for one in sets]
 
     def _measured(self, one):
         found = self.exact(one)

@@ -225,11 +225,11 @@ def test_settings_that_equal_large_buffers_are_timed_as_these_and_keep_what_jobs
     plan, place
 ):
     target = read_target(plan, place)
-    equal = target.retuned({"variables": plan.choices.get("large-buffers").settings})
+    equal = target.retune({"variables": plan.choices.get("large-buffers").settings})
     assert equal.arm("variables").name == "large-buffers"
     assert equal.arm("graph").name == "graph"
     rates = {"default": 15.0, "large-buffers": 24.0, "variables": 30.0}
-    assert target.retuned({}, rates).plan.rates["large-buffers"][0] == 24.0
+    assert target.retune({}, rates).plan.rates["large-buffers"][0] == 24.0
 
 
 def test_plans_that_differ_in_large_buffers_alone_differ(plan):

@@ -161,7 +161,7 @@ def test_a_plan_with_tuned_settings_has_no_limit(tmp_path):
     tunable = Target(plan=plan, directory=tmp_path, graphs={})
     settings = msgspec.structs.replace(plan.settings, channels=4)
     rates = {"default": 290.0, "graph": 300.0}
-    tuned = tunable.retuned({"graph": settings}, rates).plan
+    tuned = tunable.retune({"graph": settings}, rates).plan
     assert (tuned.limit_gbps, limit_text(tuned)) == (None, "")
 
 

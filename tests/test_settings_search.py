@@ -172,7 +172,7 @@ class Hardware(Bench):
         self.settled = settled
 
     def _measured(self, transfers):
-        found = super()._measured(transfers)
+        found = super()._measure(transfers)
         return msgspec.structs.replace(found, simulated=False, settled=self.settled)
 
 

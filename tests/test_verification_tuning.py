@@ -382,7 +382,7 @@ def test_what_graph_files_over_hosts_achieved_is_kept_and_the_verified_files_sta
     # Candidates have the predicted rate in their files, by which they are permitted.
     for channels in (4, 8):
         settings = replace(plan.settings, channels=channels)
-        tried = again.retuned({"graph": settings})
+        tried = again.retune({"graph": settings})
         assert tried.graphs == host_graphs(replace_plan(plan, settings=settings))
         assert again.permits("graph", settings)
 

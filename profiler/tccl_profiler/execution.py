@@ -203,12 +203,12 @@ class Execution:
             there = (views[device]["resident"] == number).all()
             return bool(there and all(row[0] for row in stamps[device]))
 
-        def started(worker: WorkerProcess) -> str:
+        def count_started(worker: WorkerProcess) -> str:
             blocks = views[worker.spec.device]["resident"] == number
             return f" ({blocks.sum()} of {len(blocks)})"
 
         failure = "did not start all blocks of a set"
-        self._until(resident, self.timeouts.lanes_s, failure, started)
+        self._until(resident, self.timeouts.lanes_s, failure, count_started)
 
     def release(self, repeat: int, at_ns: int | None = None) -> int:
         """Release a repeat at `at_ns` of CLOCK_MONOTONIC or now; return the time after."""
@@ -230,7 +230,7 @@ class Execution:
         number, patience_s = self.epoch + repeat, self.timeouts.lanes_s
         views, stamps = self._records(repeat), self._stamps(repeat)
 
-        def finished(worker: WorkerProcess) -> bool:
+        def has_finished(worker: WorkerProcess) -> bool:
             return bool((views[worker.spec.device]["finished"] == number).all())
 
         # Every copy's window ends this long after the copies have been seen to run.
@@ -242,7 +242,7 @@ class Execution:
         windows_over = time.monotonic() + self.spec.lasting_s + _CLOCKS_DIFFER_S
         # This process leaves the cores to the lanes: there may be no more cores than lanes.
         self._sleep_until(self._released_at + round((self.spec.lasting_s - _EARLY_S) * 1e9))
-        self._until(finished, patience_s, "did not finish a set")
+        self._until(has_finished, patience_s, "did not finish a set")
         for worker in self.workers:
             if not views[worker.spec.device]["start"].all():
                 raise WorkerLost(

@@ -59,7 +59,7 @@ class ThreadedDevice:
             well = all(ended)
         finally:
             if not well:
-                self._spoiled(run)
+                self._clean_up(run)
 
     def _lanes(self, run: Run, repeat: int) -> Sequence[RunningLane]:
         raise NotImplementedError
@@ -67,7 +67,7 @@ class ThreadedDevice:
     def _begin(self, run: Run) -> None:
         """Prepare for a run whose lanes fit."""
 
-    def _spoiled(self, run: Run) -> None:
+    def _clean_up(self, run: Run) -> None:
         """Clean up after a run that did not end well."""
 
     def ping(self, count: int) -> Pinged:

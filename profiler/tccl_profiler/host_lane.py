@@ -138,7 +138,7 @@ class HostLane(RunningLane):
         most = pace.groups * pace.slices if pace else _NEVER
         while now() < until and self.moved < most:
             # 1. The ends that the next pass should serve, and those that it can.
-            in_wanted, out_wanted = self._wanted()
+            in_wanted, out_wanted = self._list_wanted()
             takes, puts = in_wanted and incoming.ready(), out_wanted and outgoing.ready()
             if not (takes or puts) or (
                 self._coupled and (takes is not in_wanted or puts is not out_wanted)
@@ -158,7 +158,7 @@ class HostLane(RunningLane):
                 self.stamp(1 + self.moved // pace.slices)
             yield True
 
-    def _wanted(self) -> tuple[bool, bool]:
+    def _list_wanted(self) -> tuple[bool, bool]:
         """Return the ends of the next pass, as in pump.cu: the first chunk goes out unasked."""
         if not self._coupled:
             return self.incoming.data != 0, self.outgoing.data != 0

@@ -264,7 +264,7 @@ class Connection(Generic[Received]):
             except (BrokenPipeError, ConnectionResetError) as error:
                 raise ConnectionClosed(f"{self.peer} has gone") from error
             except OSError as error:
-                raise self._broken("send to", error) from error
+                raise self._break("send to", error) from error
 
     def receive(self, timeout_s: float | None) -> tuple[Received, tuple[int, ...]]:
         """Wait for the next message (None: for ever); the caller owns its descriptors.
@@ -320,7 +320,7 @@ class Connection(Generic[Received]):
             except ConnectionResetError:  # the peer left without reading all: gone as well
                 pass
             except OSError as error:
-                raise self._broken("receive from", error) from error
+                raise self._break("receive from", error) from error
             if not data:
                 where = " in the middle of a message" if self._bytes else ""
                 self._drop()
@@ -340,7 +340,7 @@ class Connection(Generic[Received]):
             verb = "sent no whole message" if event == select.POLLIN else "did not read"
             raise ConnectionTimeout(f"{self.peer} {verb} in time")
 
-    def _broken(self, verb: str, error: OSError) -> MeasurementError:
+    def _break(self, verb: str, error: OSError) -> MeasurementError:
         """Close, because the next message could not be found, and return the error."""
         if self._socket.fileno() < 0:
             return ConnectionClosed(f"the connection to {self.peer} is closed")

@@ -107,7 +107,7 @@ def needs_longer(
     return too_short or longer.warm_us > LONGER * window.warm_us
 
 
-def stretched(window: Window, limits: WindowLimits) -> Window:
+def stretch(window: Window, limits: WindowLimits) -> Window:
     """Return a longer window after the same warm-up, the same at its longest."""
     longest_us = max(limits.longest_ms, limits.maximum_ms) * 1e3
     return msgspec.structs.replace(window, window_us=min(window.window_us * STRETCH, longest_us))

@@ -24,7 +24,7 @@ from tccl_profiler.precision import (
     needs_longer,
     outliers,
     paces_for,
-    stretched,
+    stretch,
 )
 from tccl_profiler.program import MAX_REPEATS, Program
 from tccl_profiler.rates import Clock, offset_from_pings
@@ -112,17 +112,17 @@ class Profiler:
         """Measure each set, flow or text. BudgetSpentError: one would end after the deadline."""
         results = []
         for transfers in listed_sets(sets):
-            results.append(self._retried(transfers, self._measured))
+            results.append(self._retry(transfers, self._measure))
             self._watch_drift(results[-1])
         return results
 
     def exercise(self, transfers: TransferSet) -> None:
         """Run a set for a moment without measuring it, so that links wake up."""
-        program = self._compiled(transfers, "independent")
+        program = self._compile(transfers, "independent")
         self._read_clocks()
         self._run(program, Window(warm_us=0.0, window_us=_EXERCISE_US), None, repeats=1)
 
-    def _compiled(self, transfers: TransferSet, coupling: FlowCoupling | None = None) -> Program:
+    def _compile(self, transfers: TransferSet, coupling: FlowCoupling | None = None) -> Program:
         return program_for(
             transfers,
             lanes=self._pool.lanes,
@@ -132,12 +132,12 @@ class Profiler:
 
     # One set: compile, check its data, choose a window, repeat.
 
-    def _measured(self, transfers: TransferSet) -> Measurement:
-        program = self._compiled(transfers)
+    def _measure(self, transfers: TransferSet) -> Measurement:
+        program = self._compile(transfers)
         self._read_clocks()
         self._check(program)
         uncontended = self._uncontended_of(transfers)
-        window, samples = self._repeated(program, self.options.stopping, uncontended)
+        window, samples = self._repeat(program, self.options.stopping, uncontended)
         self.sets_run += 1
         rows = _rows(samples)
         overlap = float(np.median([sample.overlap for sample in samples]))
@@ -155,7 +155,7 @@ class Profiler:
             source=self._source,
         )
 
-    def _retried(self, transfers: TransferSet, measured: Callable[[TransferSet], _Found]) -> _Found:
+    def _retry(self, transfers: TransferSet, measured: Callable[[TransferSet], _Found]) -> _Found:
         """Measure a set; if a worker is lost, again with new workers."""
         lost: list[str] = []
         while True:
@@ -180,7 +180,7 @@ class Profiler:
         if self.options.check == "once" and flows <= self._checked:
             return
         transfers = checkable(program.transfers)
-        proof = program if transfers == program.transfers else self._compiled(transfers)
+        proof = program if transfers == program.transfers else self._compile(transfers)
         for window_us in self._trials_us:
             window = Window(warm_us=0.0, window_us=window_us)
             (sample,) = self._run(proof, window, None, repeats=1, check=True)
@@ -205,7 +205,7 @@ class Profiler:
             return {}
         if few not in self._uncontended:
             try:
-                self._uncontended[few] = self._retried(few, self._uncontended_measured)
+                self._uncontended[few] = self._retry(few, self._uncontended_measured)
             except BudgetSpentError:
                 raise
             except MeasurementError as error:
@@ -219,12 +219,12 @@ class Profiler:
         return {flow: measured[part] for flow, part in fewer.items() if part in measured}
 
     def _uncontended_measured(self, few: TransferSet) -> Mapping[Flow, float]:
-        program = self._compiled(few)
+        program = self._compile(few)
         self._read_clocks()
-        _, samples = self._repeated(program, _FEW_REPEATS, {})
+        _, samples = self._repeat(program, _FEW_REPEATS, {})
         return rates.uncontended_gbps(program, rates.median_channels(samples))
 
-    def _repeated(
+    def _repeat(
         self, program: Program, stopping: Stopping, uncontended: Mapping[Flow, float]
     ) -> tuple[Window, list[rates.Sample]]:
         """Repeat a set until that is enough or takes too long; return window and samples.
@@ -262,7 +262,7 @@ class Profiler:
                 seen += [sample for sample, why in zip(samples, faults, strict=True) if not why]
                 uncounted += sum(map(bool, faults))
                 most, stalls = uncounted > len(seen), min(min(x.gbps) for x in samples) <= 0
-                if (most or stalls) and (longer := stretched(window, limits)) != window:
+                if (most or stalls) and (longer := stretch(window, limits)) != window:
                     window, seen, uncounted = longer, [], 0
                 elif most and uncounted >= _UNCOUNTED:
                     tried = f"{uncounted + len(seen)} repeats of {window.window_us / 1e3:.3g} ms"
@@ -340,7 +340,7 @@ class Profiler:
             return
         self._since_sentinel = 0
         try:
-            newest = self._retried(first.transfers, self._measured)
+            newest = self._retry(first.transfers, self._measure)
         except BudgetSpentError:
             return
         except MeasurementError as error:

@@ -251,13 +251,13 @@ class FlowLayout:
         """Yield the flow's endpoints, in the order of the bytes."""
         flow = self.flow
         if flow.is_network:
-            yield from self._carried() if transport.carries(flow) else self._over_nics()
+            yield from self._carry() if transport.carries(flow) else self._over_nics()
         elif flow.is_bounce or (flow.blocks is not None and flow.kind == "direct"):
-            yield from self._piped()
+            yield from self._pipe()
         else:
             yield self._free()
 
-    def _piped(self) -> Iterator[FlowEndpoint]:
+    def _pipe(self) -> Iterator[FlowEndpoint]:
         """Lay out a bounce, or a direct flow as NCCL's channels move it: FIFOs with counters.
 
         A bounce has FIFO and counters in host memory. The FIFO of a direct write lies with the
@@ -364,7 +364,7 @@ class FlowLayout:
         at = next(i for i, part in enumerate(parts) if part.executor.kind == "N")
         return parts[at], parts[at + 1]
 
-    def _carried(self) -> Iterator[FlowEndpoint]:
+    def _carry(self) -> Iterator[FlowEndpoint]:
         """Lay out a flow that NCCL carries from GPU to GPU, through FIFOs of its own."""
         flow, (over, into) = self.flow, self._network_transfers()
         relays = {over.source, into.destination} - {flow.source, flow.destination}

@@ -64,7 +64,7 @@ class NicDevice(ThreadedDevice):
             repeat=repeat,
         )
 
-    def _spoiled(self, run: Run) -> None:
+    def _clean_up(self, run: Run) -> None:
         # Bytes may be under way: the other end must not take them for the next repeat's.
         for lane in run.program.lanes:
             if lane.link is not None:
@@ -116,7 +116,7 @@ class TcpLane(RunningLane):
     def _receive(self, warm_at: int, stop_at: int) -> Iterator[bool]:
         end, size, number = self._end, self._size, 0
         while (yield from self._ready(stop_at)):
-            if not (yield from self._announced(number)):
+            if not (yield from self._announce(number)):
                 return
             yield from self._pull(self._slots[number % end.slices])
             number += 1
@@ -128,7 +128,7 @@ class TcpLane(RunningLane):
                 self.errors += differing(address, size, end.seed, end.done)
             end.served(warm_at)
         spare = memoryview(bytearray(size))
-        while (yield from self._announced(number)):
+        while (yield from self._announce(number)):
             yield from self._pull(spare)
             number += 1
 
@@ -139,7 +139,7 @@ class TcpLane(RunningLane):
             yield False
         return False
 
-    def _announced(self, number: int) -> Generator[bool, None, bool]:
+    def _announce(self, number: int) -> Generator[bool, None, bool]:
         header = bytearray(_HEADER.size)
         yield from self._pull(memoryview(header))
         repeat, size, count = _HEADER.unpack(header)

@@ -193,13 +193,13 @@ def _plain(error: Any, values: Mapping[str, Any]) -> Exception:
 def _verbosity_flag(how: Verbosity, text: str) -> Any:
     """Return a flag of all commands that sets what they say."""
 
-    def chosen(is_set: bool) -> None:
+    def choose(is_set: bool) -> None:
         if is_set:
             Speech.verbosity = how
 
     names = how.value, f"--{how.name.lower()}"
     hidden: dict[str, Any] = {"is_eager": True, "expose_value": False}
-    return typer.Option(False, *names, metavar=" ", help=text, callback=chosen, **hidden)
+    return typer.Option(False, *names, metavar=" ", help=text, callback=choose, **hidden)
 
 
 def _common(

@@ -151,11 +151,11 @@ def verify(
             ranks = len(plan_in(directory).orders[0])
             budget = replace(budget, workload=open_workload([workload], ranks=ranks))
 
-        def interrupted(result: Verification) -> None:
+        def note_interrupt(result: Verification) -> None:
             notice_each(result.notices)
             show(result)
 
-        result = verify_plan(directory, budget, launcher, tune=tune, interrupted=interrupted)
+        result = verify_plan(directory, budget, launcher, tune=tune, interrupted=note_interrupt)
     show(result)
     if tune and not json:
         print_sizes(load_sizes(directory), results())

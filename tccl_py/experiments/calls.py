@@ -152,7 +152,7 @@ class Tensors(NamedTuple):
 # Each check runs a collective, and returns what it gave and what it has to give.
 
 
-def _called(collective: Collective, tensors: Tensors) -> _Pairs:
+def _call(collective: Collective, tensors: Tensors) -> _Pairs:
     """Check a collective of the table; the last member is the root."""
     facts, on = COLLECTIVES[collective], tensors.on
     if len(facts.buffers) == 2:
@@ -187,7 +187,7 @@ def _largest(tensors: Tensors) -> _Pairs:
 
 
 COLLECTIVE_CHECKS: dict[str, Callable[[Tensors], _Pairs]] = {
-    **{COLLECTIVE_WORDS[name]: partial(_called, name) for name in COLLECTIVES},
+    **{COLLECTIVE_WORDS[name]: partial(_call, name) for name in COLLECTIVES},
     "all-reduce of maxima": _largest,
     "scatter": _scatter,
     "gather": _gather,

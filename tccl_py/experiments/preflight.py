@@ -146,17 +146,17 @@ def check_collectives(
     sizes = tuple(history) or tuple(size for size in _SIZES if size <= longest) or _SIZES[:1]
     budget = RunBudget(sizes=sizes, collectives=(collective,))
 
-    def judged(budget: RunBudget) -> ArmResult:
+    def judge(budget: RunBudget) -> ArmResult:
         arm = run_once(target, _limit(launcher, until), budget)
         if not (arm.rows and history):
             return arm
         earlier = [history[row.bytes] for row in arm.rows]
         return replace(arm, rows=over_earlier(arm.rows, earlier, families=FAMILIES))
 
-    arm = judged(budget)
+    arm = judge(budget)
     if any(row.compared.p <= FALSE_ALARM_RATE for row in arm.rows):
         # A second job has to confirm a change.
-        second = judged(replace(budget, checks=False))
+        second = judge(replace(budget, checks=False))
         rows = tuple(
             replace(row, compared=max(row.compared, again.compared, key=lambda one: one.p))
             for row, again in zip(arm.rows, second.rows, strict=False)

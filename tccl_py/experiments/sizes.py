@@ -370,13 +370,13 @@ def _without_harm(tuning: SizeTuning, timed: Sequence[SizeRow]) -> SizeTuning:
     slow = [row for row in timed if row.fresh is not None and row.fresh.middle < NO_HARM]
     entries = [each for each in tuning.entries if not any(covers(each, row) for row in slow)]
 
-    def kept(row: SizeRow) -> bool:
+    def may_keep(row: SizeRow) -> bool:
         return row.kept and any(covers(entry, row) for entry in entries)
 
     collectives = {entry.collective for entry in tuning.entries}
     return replace(
         tuning,
-        rows=tuple(replace(row, kept=kept(row)) for row in tuning.rows),
+        rows=tuple(replace(row, kept=may_keep(row)) for row in tuning.rows),
         entries=tuple(entries),
         by_plugin=tuple(row for row in timed if row.collective in collectives),
     )

@@ -228,7 +228,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """
         return name != "graph" or keeps_rings(self.plan, settings)
 
-    def retuned(self, changes: Choices, rates: Rates | None = None) -> Target:
+    def retune(self, changes: Choices, rates: Rates | None = None) -> Target:
         """Return the plan with other settings of some choices, and with the rates of their jobs."""
         plan, rates = self.plan, rates or {}
         if "graph" in changes or rates:

@@ -117,11 +117,11 @@ class _Copies:
         """Return a copy, on the source's rank; None on any other."""
         if self._on.rank != self._source:
             return None
-        sent = self._filled(self._source, self._source + 1)
-        self._received = self._filled(self._target, 0)
+        sent = self._fill(self._source, self._source + 1)
+        self._received = self._fill(self._target, 0)
         return partial(self._received.copy_, sent, non_blocking=True)
 
-    def _filled(self, place: int, value: int) -> Any:
+    def _fill(self, place: int, value: int) -> Any:
         torch = self._on.torch
         device = torch.device("cuda", place) if self._on.cuda else self._on.device
         return torch.full((self._size,), value, dtype=torch.uint8, device=device)

@@ -80,7 +80,7 @@ def run_tuning(
         # Predictions cannot be compared with job throughput: use the jobs' for all choices.
         rates = {name: gbps for name, gbps in first.achieved.items() if name not in plan.choices}
         rates |= {"default": tried[0].gbps, **{n: trial.gbps for n, trial in best_of.items()}}
-        changed = plan.retuned(changes, rates) if changes else plan
+        changed = plan.retune(changes, rates) if changes else plan
         if changed.choices == plan.choices:
             break
         again = _judged_by_winner(verify_target(changed, launcher, careful))
@@ -217,7 +217,7 @@ class Sweep:
         arms = [self._target.arms[0]] * with_default
         for name, settings in candidates:
             planned = settings == self._target.choices[name]
-            target = self._target if planned else self._target.retuned({name: settings})
+            target = self._target if planned else self._target.retune({name: settings})
             arms.append(target.arm(name))
         outcomes = [outcome for _, outcome in self._jobs.run(arms)]
         if with_default:
@@ -226,7 +226,7 @@ class Sweep:
                 raise default
             self._default = timed_rows(self._launcher, [default])
         self._default_gbps += [self._gbps(self._default)] * len(candidates)
-        return list(map(self._tried, candidates, outcomes))
+        return list(map(self._try, candidates, outcomes))
 
     def baseline(self) -> Tried:
         """Return default NCCL with the median rate of its jobs."""
@@ -234,7 +234,7 @@ class Sweep:
         rate = median(self._default_gbps)
         return Tried(arm="default", settings=settings, gbps=rate, worst_ratio=1.0)
 
-    def _tried(self, candidate: Candidate, outcome: Outcome | MeasurementError) -> Tried:
+    def _try(self, candidate: Candidate, outcome: Outcome | MeasurementError) -> Tried:
         """Return a candidate's rates over those of the baseline job beside it."""
         name, settings = candidate
         if isinstance(outcome, MeasurementError):

@@ -92,7 +92,7 @@ def _kernel_log() -> bytes:
 def check_settings(host: HostState) -> Results:
     """Report variables in force and misread lines of NCCL's files."""
     for line in lines_of(host):
-        yield from _misread(line)
+        yield from _report_misread(line)
     variables = {name: line for name, line in in_force(host).items() if _NAME.fullmatch(name)}
     for name, line in variables.items():
         if meant := similar_name(name):
@@ -189,7 +189,7 @@ _CHECKED_VALUES: Mapping[str, Callable[[HostState, str], dict[str, Any]]] = {
 }
 
 
-def _misread(line: ConfLine) -> Results:
+def _report_misread(line: ConfLine) -> Results:
     """Report a line whose name or value NCCL takes otherwise than intended."""
     if "NCCL_" not in line.name:
         return

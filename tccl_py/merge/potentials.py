@@ -31,14 +31,14 @@ def is_ruled_out(relations: Sequence[Relation], counts: Sequence[int]) -> bool:
     """
     if sum(int(relation.sum()) for relation in relations) > MAX_STEPS:
         return False
-    for crossings in _connected(np.logical_or.reduce(relations)):
+    for crossings in _connect(np.logical_or.reduce(relations)):
         inner = [relation[np.ix_(crossings, crossings)] for relation in relations]
         if all(relation.any() for relation in inner) and not _rises(inner, counts):
             return False
     return True
 
 
-def _connected(steps: Relation) -> Iterator[npt.NDArray[np.int64]]:
+def _connect(steps: Relation) -> Iterator[npt.NDArray[np.int64]]:
     """Yield the groups of crossings in which a ring may run: all lead to all."""
     size = len(steps)
     ahead = power(steps | np.eye(size, dtype=np.bool_), 1 << math.ceil(math.log2(size)))

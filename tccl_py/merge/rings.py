@@ -271,7 +271,7 @@ def _decide(
     loose = _loosen(root, 2 * asked)
     if together.walk is not None or loose == root:
         return together
-    parted = _close(relations, classes, _parted(root, classes, asked), joiner)
+    parted = _close(relations, classes, _part(root, classes, asked), joiner)
     if parted.walk is not None and uplink_limit(root, parted.walk.hosts) >= asked:
         return parted
     separate = _close(relations, classes, loose, joiner)
@@ -295,11 +295,11 @@ def _loosen(root: SwitchTree, wide: float) -> SwitchTree:
     return msgspec.structs.replace(root, hosts=tuple(hosts), switches=tuple(switches))
 
 
-def _parted(root: SwitchTree, classes: Mapping[str, int], asked: float) -> SwitchTree:
+def _part(root: SwitchTree, classes: Mapping[str, int], asked: float) -> SwitchTree:
     """Return the tree with one switch for each pass that a lowest switch's uplink carries."""
     switches: list[SwitchTree] = []
     for switch in root.switches:
-        inner = _parted(switch, classes, asked)
+        inner = _part(switch, classes, asked)
         count = int(min(_uplink(switch) / asked, MOST_PARTS, len(switch.hosts)))
         if switch.switches or count < 2:
             switches.append(inner)

@@ -102,7 +102,7 @@ def highest(
     about 2 log E decisions for E candidates; few if the answer is near the top.
     """
     best = known
-    low = -1 if known is None else _reached(candidates, rate(known))
+    low = -1 if known is None else _reach(candidates, rate(known))
     high = ruled_out = len(candidates)
     stride = 1
     while low + 1 < high:
@@ -110,14 +110,14 @@ def highest(
         decision = decide(float(candidates[middle]))
         if decision.walk is not None:
             best = decision.walk
-            low = max(middle, _reached(candidates, rate(best)))
+            low = max(middle, _reach(candidates, rate(best)))
         else:
             high, stride = middle, 4 * stride
             ruled_out = middle if decision.certain else ruled_out
     return Best(walk=best, bound=float(candidates[ruled_out - 1]) if ruled_out else 0.0)
 
 
-def _reached(candidates: Rates, rate: float) -> int:
+def _reach(candidates: Rates, rate: float) -> int:
     return int(np.searchsorted(candidates, rate, side="right")) - 1
 
 

@@ -115,7 +115,7 @@ def assume_p2p(
     told = {(fact.source, fact.target) for fact in facts}
     pairs = [pair for pair in permutations(machine.gpu_indices, 2) if pair not in told]
     whys = {
-        pair: list(_without(machine, pair, virtual=virtual))
+        pair: list(_deny_p2p(machine, pair, virtual=virtual))
         for pair in pairs
         if not machine.nvlinked(*pair)
     }
@@ -132,7 +132,7 @@ def assume_p2p(
     )
 
 
-def _without(machine: Machine, pair: tuple[int, int], *, virtual: bool) -> Iterator[str]:
+def _deny_p2p(machine: Machine, pair: tuple[int, int], *, virtual: bool) -> Iterator[str]:
     """Yield why two GPUs without NVLink are taken to have no P2P; nothing where they have it."""
     gpus = [machine.gpu(index) for index in pair]
     if virtual:

@@ -160,7 +160,7 @@ def canonical(machine: Machine, knowledge: Knowledge) -> tuple[Machine, Knowledg
     """Return the form in which two machines are equal if they can share a plan."""
     names = _bridge_names(machine)
 
-    def moved(device: _Linked, **fields: str) -> _Linked:
+    def move(device: _Linked, **fields: str) -> _Linked:
         parent = names.get(device.parent, device.parent)
         return msgspec.structs.replace(device, parent=parent, **fields)
 
@@ -168,13 +168,13 @@ def canonical(machine: Machine, knowledge: Knowledge) -> tuple[Machine, Knowledg
     form = Machine(
         name="",
         numa_nodes=tuple(msgspec.structs.replace(node, affinity="") for node in machine.numa_nodes),
-        gpus=tuple(moved(gpu, bus_id="") for gpu in sorted(machine.gpus, key=lambda g: g.index)),
+        gpus=tuple(move(gpu, bus_id="") for gpu in sorted(machine.gpus, key=lambda g: g.index)),
         bridges=tuple(
-            moved(bridge, bus_id=names[bridge.id])
+            move(bridge, bus_id=names[bridge.id])
             for bridge in sorted(bridges, key=lambda bridge: names[bridge.id])
         ),
         nics=tuple(
-            moved(n, bus_id="", guid="") for n in sorted(machine.nics, key=lambda n: n.index)
+            move(n, bus_id="", guid="") for n in sorted(machine.nics, key=lambda n: n.index)
         ),
         nvswitches=tuple(msgspec.structs.replace(s, bus_id="") for s in machine.nvswitches),
         nvlinks=tuple(sorted(machine.nvlinks, key=lambda x: (x.source, x.target, x.kind))),
@@ -225,14 +225,14 @@ def restrict(tree: SwitchTree, hosts: Iterable[str], *, where: str = "switch tre
         right = "every host of the job must be at one of the switches, named as the job does"
         require(name in names_there, where, f"host {name} is at no switch", right)
     check_hosts_once(tree, set(names), where)
-    pruned = _pruned(tree, set(names))
+    pruned = _prune(tree, set(names))
     if pruned.name == "" and not pruned.hosts and len(pruned.switches) == 1:
         return pruned.switches[0]
     return pruned
 
 
-def _pruned(switch: SwitchTree, hosts: set[str]) -> SwitchTree:
-    below = (_pruned(child, hosts) for child in switch.switches)
+def _prune(switch: SwitchTree, hosts: set[str]) -> SwitchTree:
+    below = (_prune(child, hosts) for child in switch.switches)
     return msgspec.structs.replace(
         switch,
         hosts=tuple(host for host in switch.hosts if host in hosts),

@@ -317,7 +317,7 @@ class InstalledRings:
     def __call__(self, choices: Sequence[Settings]) -> list[DefaultChoice]:
         """Return default NCCL's choice under each of several settings of transports."""
         unknown = [key for key in dict.fromkeys(choices) if key not in self._choices]
-        self._ask_together([key for key in unknown if not self._learned(key)])
+        self._ask_together([key for key in unknown if not self._learn(key)])
         return [self._choice(settings) for settings in choices]
 
     def _choice(self, settings: Settings) -> DefaultChoice:
@@ -325,7 +325,7 @@ class InstalledRings:
             topo = view(self._machine, self._knowledge, settings, gpus=self._gpus)
             chosen = default_choice(topo)
             if self.able and (answer := self._answer(settings)):
-                chosen = self._corrected(chosen, answer, topo)
+                chosen = self._correct(chosen, answer, topo)
             self._choices[settings] = chosen
         return self._choices[settings]
 
@@ -346,7 +346,7 @@ class InstalledRings:
                 return
             self._answered |= {of: answer for of, (answer,) in zip(part, answers, strict=True)}
 
-    def _learned(self, settings: Settings) -> bool:
+    def _learn(self, settings: Settings) -> bool:
         """Take an earlier answer under settings; return whether NCCL need not be asked."""
         known = (answer for of, answer in self._known if of == environment(settings))
         for answer in known:
@@ -385,7 +385,7 @@ class InstalledRings:
             return None
         return answer
 
-    def _corrected(
+    def _correct(
         self, emulated: DefaultChoice, answer: NcclAnswer, topo: NcclView
     ) -> DefaultChoice:
         named = environment_text(topo.settings) or "its defaults"

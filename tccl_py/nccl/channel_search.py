@@ -228,9 +228,7 @@ class ChannelSearch:
                 self._finish(state - way[0], course.channel, hops + way[1])
         else:
             ways, guards, nexts = self._onward[gpu], self._guards, course.forced
-            nexts = (
-                nexts[place + 1 : place + 2] if nexts else self._ranked(state, gpu, used, course)
-            )
+            nexts = nexts[place + 1 : place + 2] if nexts else self._rank(state, gpu, used, course)
             for peer in nexts:
                 way = ways[peer]
                 if way is not None and (state - way[0]) & guards == guards:
@@ -287,7 +285,7 @@ class ChannelSearch:
 
     # Order of GPUs
 
-    def _ranked(self, state: int, gpu: int, used: int, course: _Course) -> Sequence[int]:
+    def _rank(self, state: int, gpu: int, used: int, course: _Course) -> Sequence[int]:
         """Return the GPUs to try next, best first; before a NIC remaining bandwidth counts."""
         if self._system.nvs:
             return [near for near in self._neighbours(gpu) if not used >> near & 1]

@@ -292,7 +292,7 @@ def _shape(topo: NcclView) -> tuple[object, ...]:
     system = topo.system
     places: dict[int, int] = {}
 
-    def described(path: TopoPath) -> tuple[object, ...]:
+    def describe(path: TopoPath) -> tuple[object, ...]:
         links = (
             (places.setdefault(x.index, len(places)), x.type, x.gbps, system.nodes[x.target].kind)
             for x in path.links
@@ -300,7 +300,7 @@ def _shape(topo: NcclView) -> tuple[object, ...]:
         return path.type, path.gbps, *links
 
     tables = product((topo.paths, topo.plain), system.gpus, system.gpus)
-    ways = [described(paths[source, target]) for paths, source, target in tables]
+    ways = [describe(paths[source, target]) for paths, source, target in tables]
     gpus = [(system.sm[gpu], _leaving(system, gpu)) for gpu in system.gpus]
     cross_nic = topo.settings.cross_nic if len(system.nets) > 1 else 0
     kinds = bool(system.nvs), system.vendor, system.rules

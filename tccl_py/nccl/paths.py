@@ -154,7 +154,7 @@ def _paths_to(system: System, base: str) -> dict[str, TopoPath]:
             for link in system.nodes[name].links:
                 if not _may_pass(system, base, paths[name], link):
                     continue
-                path = _extended(system, paths[name], link)
+                path = _extend(system, paths[name], link)
                 current = paths.get(link.target)
                 if current is None or _better(system, path, current):
                     paths[link.target] = path
@@ -178,7 +178,7 @@ def _may_pass(system: System, base: str, path: TopoPath, link: TopoLink) -> bool
     return onward and len(path.links) <= _LONGEST_NVB
 
 
-def _extended(system: System, path: TopoPath, link: TopoLink) -> TopoPath:
+def _extend(system: System, path: TopoPath, link: TopoLink) -> TopoPath:
     near, far = system.nodes[link.source].kind, system.nodes[link.target].kind
     kind = PathType.LOC if link.type == PathType.NET else link.type
     if near == far == "pci":

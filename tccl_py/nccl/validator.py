@@ -160,7 +160,7 @@ class _LoadedNode:
             self._file = {number: self._by_rank(graph) for number, graph in self._file.items()}
         for graph in self._file.values():
             self._check(graph)
-        self.ring, self._tree = self._loaded(RING), self._loaded(TREE)
+        self.ring, self._tree = self._load(RING), self._load(TREE)
         if self.ring is None:
             searched = search_ring(topo, nodes=count)
             self.rate, self.crossnic = searched.rate_intra, searched.cross_nic
@@ -177,7 +177,7 @@ class _LoadedNode:
             self.trees = self._tree.nchannels
         self.channels = min(len(self.orders), self.trees)
 
-    def _loaded(self, number: int) -> Graph | None:
+    def _load(self, number: int) -> Graph | None:
         graph = self._file.get(number)
         return None if graph is None or not graph.nchannels else graph
 
@@ -321,7 +321,7 @@ class _JobRings:
 
     def verdict(self) -> Verdict:
         """Connect the rings and compare them with the files."""
-        rings = self._connected()
+        rings = self._connect()
         final = final_channels(
             self._settings,
             channels=self._channels,
@@ -329,7 +329,7 @@ class _JobRings:
             nodes=len(self._nodes),
             speed_intra=min(node.rate for node in self._kinds),
         )
-        verdict, reason = self._compared(final)
+        verdict, reason = self._compare(final)
         if any(node.cut for node in self._kinds):
             return Verdict(verdict=verdict, reason=f"{reason}; NCCL cuts a node in parts")
         several = rings if len(self._nodes) > 1 else ()
@@ -341,7 +341,7 @@ class _JobRings:
             nics=tuple(islice(cycle(nics), final)),
         )
 
-    def _connected(self) -> list[tuple[int, ...]]:
+    def _connect(self) -> list[tuple[int, ...]]:
         """Return the rings from rank 0 on; with crossed NICs odd nodes swap pairs of channels."""
         pairs = list(zip(self._nodes, self._starts, strict=False))
         for node, start in pairs:
@@ -369,7 +369,7 @@ class _JobRings:
                 entries[target] = nodes[target].nic(channel, following - starts[target])
         return tuple(ChannelNics(entries[n], exits[n]) for n in range(len(nodes)))
 
-    def _compared(self, final: int) -> tuple[VerdictKind, str]:
+    def _compare(self, final: int) -> tuple[VerdictKind, str]:
         channels, kinds = self._channels, self._kinds
         departures = [(node.prefix, "; ".join(node.differences(channels))) for node in kinds]
         reason = "; ".join(f"{prefix}{text}" for prefix, text in departures if text)

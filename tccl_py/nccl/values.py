@@ -89,7 +89,7 @@ class _Job:
             if count := self._differing(expected):
                 wrong = wrong or f"{count} bytes of {self.step} are wrong"
         verdict: LinkVerdict = "wrong values" if wrong else "sound"
-        return RankProof(verdict=verdict, what=wrong, repeats=self._timed())
+        return RankProof(verdict=verdict, what=wrong, repeats=self._time())
 
     def _collectives(self) -> Iterator[tuple[str, int, Callable[[int, int], tuple[int, _Bytes]]]]:
         """Yield name, bytes, and a call that starts it and returns where what is to arrive."""
@@ -144,7 +144,7 @@ class _Job:
         _copy("cuMemcpyDtoH_v2", self._host.ctypes.data, address, values.size)
         return int(np.count_nonzero(self._host[: values.size] != values))
 
-    def _timed(self) -> tuple[float, ...]:
+    def _time(self) -> tuple[float, ...]:
         """Return the seconds of each repeat of the largest all-reduce."""
         seconds = []
         for _ in range(REPEATS + 1):

@@ -127,11 +127,11 @@ def usable_nics(machine: Machine, settings: Settings) -> tuple[int, ...]:
     NCCL_IB_HCA chooses among RDMA ports, NCCL_SOCKET_IFNAME among interfaces, which have no port.
     """
 
-    def used(nic: Nic) -> bool:
+    def is_used(nic: Nic) -> bool:
         names = settings.ib_hca if nic.port else settings.socket_ifname
         return not names or nic.name in names or f"{nic.name}:{nic.port}" in names
 
-    return tuple(sorted(nic.index for nic in machine.nics if used(nic)))
+    return tuple(sorted(nic.index for nic in machine.nics if is_used(nic)))
 
 
 def net_devices(machine: Machine, settings: Settings) -> dict[int, int]:

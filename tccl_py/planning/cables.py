@@ -57,7 +57,7 @@ def failing(choice: Choice, cluster: Cluster, channels: Sequence[Sequence[HostCh
     names, hosts = [name for name, _ in nodes], [part for _, part in nodes]
     steps, routing = steps_between(cluster.cables), choice.settings.subnet_routing
 
-    def carried(link: Connection) -> bool:
+    def carries(link: Connection) -> bool:
         if not cluster.cables:
             return link.nic == link.far
         return _way(link, steps, names, subnet_routing=routing) is not None
@@ -66,7 +66,7 @@ def failing(choice: Choice, cluster: Cluster, channels: Sequence[Sequence[HostCh
     if not choice.settings.algo:
         graphs["NCCL's trees"] = chain(tree_connections(hosts))
     for graph, connections in graphs.items():
-        broken = dict.fromkeys(link for link in connections if not carried(link))
+        broken = dict.fromkeys(link for link in connections if not carries(link))
         if broken:
             ends = [
                 (f"{names[link.host]} N{link.nic}", f"{names[link.peer]} N{link.far}")

@@ -158,7 +158,7 @@ class ClassStudy(ClassRates):
         self._left = task.budget.sets
         self._more = 0
         self._searched: list[Candidate] = []
-        table = self._explored(node_class.name) if kept is None else kept
+        table = self._explore(node_class.name) if kept is None else kept
         super().__init__(node_class, table)
         bests: dict[tuple[Settings, int], Candidate] = {}
         for choice in self._searched:
@@ -169,7 +169,7 @@ class ClassStudy(ClassRates):
                 best = self._best_of(choice, chosen=True)
                 self._best[choice.settings, len(best.pairs)] = best
 
-    def _explored(self, node_class: str) -> KeptTable:
+    def _explore(self, node_class: str) -> KeptTable:
         """Search over settings; return a table without the answers, which are `_searched`."""
         task = self.task
         rated = rated_choices(task, needed_variables)
@@ -201,11 +201,11 @@ class ClassStudy(ClassRates):
             default_settings=task.default_settings,
             stock=_own_chains(variables),
             plain=rated.note if default is None else _own_chains(default),
-            railed=self._railed(variables.settings) if task.railed else None,
+            railed=self._rate_railed(variables.settings) if task.railed else None,
             notices=tuple(dict.fromkeys(note for result in results for note in result.notices)),
         )
 
-    def _railed(self, settings: Settings) -> OwnChains | None:
+    def _rate_railed(self, settings: Settings) -> OwnChains | None:
         """Rate NCCL's own chains that leave hosts by the NIC of their entry; None if that fails."""
         under = msgspec.structs.replace(settings, cross_nic=0, min_channels=None)
         with suppress(SearchError, MeasurementError):

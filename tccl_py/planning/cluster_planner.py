@@ -144,11 +144,11 @@ class SeveralHosts:
         tasks = [task for task in self.tasks if task is not None]
         hosts = list(zip(self.cluster.classes, self.gpus, strict=True))
 
-        def unsound(settings: Settings) -> bool:
+        def is_unsound(settings: Settings) -> bool:
             views = (view(h.machine, h.knowledge, settings, gpus=ids) for h, ids in hosts)
             return any(topo.unsound for topo in views)
 
-        if not tasks or not unsound(tasks[0].default_settings):
+        if not tasks or not is_unsound(tasks[0].default_settings):
             return None
         kinds = (of_transports(kind) for task in tasks for kind in mechanisms(task))
         changes = ("p2p_level", "net_disable_intra")
@@ -159,7 +159,7 @@ class SeveralHosts:
         rates = {
             kind: min(rate if (rate := own_gbps(task, kind)) < inf else 0.0 for task in tasks)
             for kind in sorted(settings, key=lambda kind: kind.p2p_level != "LOC")
-            if not unsound(kind)
+            if not is_unsound(kind)
         }
         return max(rates, key=rates.__getitem__, default=None)
 
@@ -249,7 +249,7 @@ class SeveralHosts:
         kept, classes = self.kept[number], len(self.gpus) - number
         new = [gpus for gpus in gpu_sets if gpus not in kept]
 
-        def searched(gpus: Order) -> ClassRates | None:
+        def search_class(gpus: Order) -> ClassRates | None:
             if gpus in kept:
                 return self._node(number, gpus)
             self.allowance.allot(parts=classes * (len(new) - new.index(gpus)))
@@ -264,7 +264,7 @@ class SeveralHosts:
             return node
 
         others = (gpus for gpus in kept if gpus != self.gpus[number])
-        return answer_sets([*new, *others], searched)
+        return answer_sets([*new, *others], search_class)
 
 
 def _nics(cluster: Cluster, node_class: NodeClass) -> tuple[int, ...]:

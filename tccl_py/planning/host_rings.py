@@ -68,7 +68,7 @@ def rail_tuples(
     tuples = list(dict.fromkeys(tuple(sorted(pair[0] for pair in pairs)) for pairs in pairings))
     for entered in tuples:
         for pairs in pairings:
-            for image in (_led(entered, pairs), _led(entered, [(b, a) for a, b in pairs])):
+            for image in (_lead(entered, pairs), _lead(entered, [(b, a) for a, b in pairs])):
                 if image is not None and image not in tuples and len(tuples) < MANY_TUPLES:
                     tuples.append(image)
     return tuple(tuples)
@@ -84,7 +84,7 @@ def _even_tuples(rule: EvenUse, begun: Nics = ()) -> Iterator[Nics]:
             yield from _even_tuples(rule, (*begun, nic))
 
 
-def _led(nics: Nics, pairs: Iterable[NicPair]) -> Nics | None:
+def _lead(nics: Nics, pairs: Iterable[NicPair]) -> Nics | None:
     """The exits of chains with these NIC pairs for rings that enter by `nics`; None if none fit."""
     remaining = sorted(pairs)
     out = []
@@ -168,9 +168,9 @@ class RingSearch(msgspec.Struct, frozen=True, kw_only=True):
     def _free(self, best: Sequence[NicPairs], ceiling: float) -> Joined | None:
         """Return the best ring of hosts over a network of switches, and its NIC maps."""
         rails = rail_tuples(best, [node.nics for node in self.nodes])
-        merged = self._merged(best, ceiling, [NicMap(nics, nics) for nics in rails])
+        merged = self._merge(best, ceiling, [NicMap(nics, nics) for nics in rails])
         if self.cluster.rails == "any" and (merged is None or merged[0].rate_gbps < ceiling):
-            free = self._merged(best, ceiling, free_maps(best))
+            free = self._merge(best, ceiling, free_maps(best))
             worth = 0.0 if merged is None else merged[0].rate_gbps * (1 + WORTH)
             merged = free if free is not None and free[0].rate_gbps > worth else merged
         return merged
@@ -230,7 +230,7 @@ class RingSearch(msgspec.Struct, frozen=True, kw_only=True):
             remaining.remove(chains[-1])
         return tuple(chains)
 
-    def _merged(
+    def _merge(
         self, best: Sequence[NicPairs], enough: float, nic_maps: Sequence[NicMap]
     ) -> Joined | None:
         """Return the best ring of hosts over these NIC maps, and its maps.
@@ -242,7 +242,7 @@ class RingSearch(msgspec.Struct, frozen=True, kw_only=True):
         for only in (best, [None] * len(best)):
             tables = [self._table(number, nic_maps, pairs) for number, pairs in enumerate(only)]
             with suppress(SearchError):
-                ring = self._ordered(tables)
+                ring = self._order_hosts(tables)
                 merged = ring, tuple(nic_maps[number] for number in ring.crossings)
                 if ring.rate_gbps >= enough:
                     break
@@ -263,7 +263,7 @@ class RingSearch(msgspec.Struct, frozen=True, kw_only=True):
                     rates[x, y] = 0.0 if answer is None else answer.rate_gbps
         return ChainTable(name=self.nodes[node_class].node_class.name, rates=rates)
 
-    def _ordered(self, tables: Sequence[ChainTable]) -> MergedRing:
+    def _order_hosts(self, tables: Sequence[ChainTable]) -> MergedRing:
         """Return the ring in the given order of hosts, unless another order is better.
 
         Raises SearchError: there is no ring.

@@ -115,12 +115,12 @@ def plan_job(
         cluster, notices = _with_uplinks(source, cluster)
         say(notices)
 
-    def planned(cluster: Cluster) -> Plan:
+    def plan_again(cluster: Cluster) -> Plan:
         present = part_of(cluster, [host.name for host in source.session.hosts])
         by_class = zip(present.classes, class_sources(source, present), strict=True)
         return asked.plan(cluster, {node_class.name: by for node_class, by in by_class})
 
-    made = planned(cluster)
+    made = plan_again(cluster)
     outliers = {} if made.cancelled else _odd_in_classes(source, made, old, samples)
     if outliers:
         cluster, named = _split_odd(cluster, outliers)
@@ -129,7 +129,7 @@ def plan_job(
         # The other classes are answered from memory.
         if asked.tables is not None:
             asked.tables.clear()
-        made = planned(cluster)
+        made = plan_again(cluster)
     equal = [name for name, n in cluster.host_classes.items() if name not in old and n in samples]
     notices += _tell("added as equal to their class, by samples", equal)
     return _finish(made, source, notices)

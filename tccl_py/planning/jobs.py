@@ -258,7 +258,7 @@ def _relabel(table: KeptTable, gpus: tuple[int, ...], names: Permutation) -> Kep
     def index(kind: str, number: int) -> int:
         return index_of(names[f"{kind}{number}"])
 
-    def mapped(own: OwnChains) -> OwnChains:
+    def map_chains(own: OwnChains) -> OwnChains:
         chains = (
             DefaultChain(index("N", into), tuple(index("G", gpu) for gpu in ids), index("N", out))
             for into, ids, out in own.chains
@@ -273,8 +273,8 @@ def _relabel(table: KeptTable, gpus: tuple[int, ...], names: Permutation) -> Kep
     return replace(
         table,
         gpus=gpus,
-        stock=mapped(table.stock),
-        railed=None if table.railed is None else mapped(table.railed),
+        stock=map_chains(table.stock),
+        railed=None if table.railed is None else map_chains(table.railed),
         hops=tuple(relabelled_hop(hop, names) for hop in table.hops),
         answers=tuple(
             replace(row, pairs=tuple(nics)) for row, nics in zip(table.answers, pairs, strict=True)

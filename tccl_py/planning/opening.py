@@ -131,7 +131,7 @@ def judged_by(plan: Plan, proof: Proof) -> Plan:
     jobs = {frozenset(job.environment.items()): job for job in failed}
     replace = msgspec.structs.replace
 
-    def judged(choice: Choice) -> Choice:
+    def judge(choice: Choice) -> Choice:
         job = jobs.get(frozenset(environment(of_transports(choice.settings)).items()))
         if job is None:
             return choice
@@ -142,7 +142,7 @@ def judged_by(plan: Plan, proof: Proof) -> Plan:
 
     if proof.verdict == "inconclusive":
         return plan
-    return replace(plan, choices={name: judged(way) for name, way in plan.choices.items()})
+    return replace(plan, choices={name: judge(way) for name, way in plan.choices.items()})
 
 
 def _named_gpus(request: PlanRequest, place: MeasuredMachine, say: Say) -> tuple[int, ...] | None:

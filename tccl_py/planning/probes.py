@@ -130,9 +130,9 @@ class PlacedSource:
             rates = tuple((assumed[flow],) for flow in transfers.flows)
             basis: dict[str, Any] = {"simulated": self.simulated, "assumed": True}
             return [Measurement(transfers=transfers, samples_gbps=rates, **basis)]
-        flows = [self._placed(flow, measured) for flow in measured]
+        flows = [self._place(flow, measured) for flow in measured]
         answers = []
-        for answer in self._told(ask, measured, flows):
+        for answer in self._tell(ask, measured, flows):
             # Equal flows share their rates out.
             rows = deal_out(answer.transfers.flows, answer.samples_gbps)
             placed, repeats = iter(flows), len(answer.samples_gbps[0])
@@ -144,7 +144,7 @@ class PlacedSource:
             answers.append(msgspec.structs.replace(answer, transfers=transfers, **more))
         return answers
 
-    def _told(
+    def _tell(
         self,
         ask: Callable[[TransferSet], Sequence[Measurement]],
         flows: Sequence[Flow],
@@ -171,7 +171,7 @@ class PlacedSource:
         users = Counter(ports[flow][1:] for flow in transfers.flows if flow in ports)
         return {flow: gbps / users[way, nic] for flow, (gbps, way, nic) in ports.items()}
 
-    def _placed(self, flow: Flow, concurrent: Sequence[Flow]) -> Flow:
+    def _place(self, flow: Flow, concurrent: Sequence[Flow]) -> Flow:
         placement = self.placement
         out, into = sending_nic(flow), receiving_nic(flow)
         if out is not None:
@@ -401,9 +401,9 @@ def estimate_uplinks(tree: SwitchTree, pairs: Sequence[PairRate]) -> SwitchTree:
     [0.1, 0.1]
     """
 
-    def measured(switch: SwitchTree, around: frozenset[str]) -> SwitchTree:
+    def measure_pair(switch: SwitchTree, around: frozenset[str]) -> SwitchTree:
         below = frozenset(switch.all_hosts)
-        inner = tuple(measured(nested, below) for nested in switch.switches)
+        inner = tuple(measure_pair(nested, below) for nested in switch.switches)
         local = [gbps for a, b, gbps in pairs if a in below and b in below]
         up = [gbps for a, b, gbps in pairs if a in below and b in around - below]
         down = [gbps for a, b, gbps in pairs if b in below and a in around - below]
@@ -414,5 +414,5 @@ def estimate_uplinks(tree: SwitchTree, pairs: Sequence[PairRate]) -> SwitchTree:
         return msgspec.structs.replace(switch, uplink_gbps=uplink, switches=inner)
 
     everyone = frozenset(tree.all_hosts)
-    switches = tuple(measured(switch, everyone) for switch in tree.switches)
+    switches = tuple(measure_pair(switch, everyone) for switch in tree.switches)
     return msgspec.structs.replace(tree, switches=switches)

@@ -117,26 +117,26 @@ class TrainingStep:
         state = functional.embedding(tokens[:, :-1], words) + places
         for at in range(0, len(blocks), 4):
             attend, mixed, up, down = blocks[at : at + 4]
-            entered = self._entered(functional.layer_norm(state, (width,)))
+            entered = self._enter(functional.layer_norm(state, (width,)))
             query, key, value = (
                 functional.linear(entered, part).unflatten(2, (heads, -1)).transpose(1, 2)
                 for part in attend
             )
             mean = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-            state = state + self._left(functional.linear(mean.transpose(1, 2).flatten(2), mixed))
-            entered = self._entered(functional.layer_norm(state, (width,)))
+            state = state + self._leave(functional.linear(mean.transpose(1, 2).flatten(2), mixed))
+            entered = self._enter(functional.layer_norm(state, (width,)))
             hidden = functional.gelu(functional.linear(entered, up))
-            state = state + self._left(functional.linear(hidden, down))
+            state = state + self._leave(functional.linear(hidden, down))
         logits = functional.linear(functional.layer_norm(state, (width,)), words)
         return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
-    def _entered(self, state: Any) -> Any:
+    def _enter(self, state: Any) -> Any:
         """Return the input of split weights: its gradient is the sum over all parts."""
         if self._parts > 1:
             state.register_hook(self._total)
         return state
 
-    def _left(self, state: Any) -> Any:
+    def _leave(self, state: Any) -> Any:
         """Return the sum of the outputs of all parts, whose gradient is every part's."""
         if self._parts == 1:
             return state

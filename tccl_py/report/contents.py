@@ -75,7 +75,7 @@ def read_contents(directory: Path) -> Contents:
     fingerprint = None if plan.simulated else planned_fingerprint(plan, directory)
     day = datetime.fromtimestamp((directory / PLAN_FILE).stat().st_mtime, tz=timezone.utc)
 
-    def loaded(kind: type[K]) -> K | None:
+    def load(kind: type[K]) -> K | None:
         try:
             finding = kind.load(directory)
         except InputError as error:
@@ -90,8 +90,8 @@ def read_contents(directory: Path) -> Contents:
         notices.append(f"{kind.FILE} is left out: it {why}")
         return None
 
-    explanation = loaded(Explanation)
-    verification = loaded(Verification)
+    explanation = load(Explanation)
+    verification = load(Verification)
     for arm in verification.arms if verification is not None else ():
         notices += [f"jobs of the choice {arm.name} failed: {arm.failure}"] * bool(arm.failure)
     notices += trade_off_lines(verification) if verification is not None else ()

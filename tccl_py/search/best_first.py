@@ -295,7 +295,7 @@ class RingSetSearch:
                 self._discarded_bound = max(self._discarded_bound, state.bound)
             # 2. Requeue a state whose bound is older than the newest pattern.
             elif state.version != self.bounds.version or not state.ahead:
-                self._push(self._rebounded(state))
+                self._push(self._rebound(state))
             # 3. Measure a complete set, and learn why it is slow.
             elif len(state.rings) == self.count:
                 self._measure(state)
@@ -342,7 +342,7 @@ class RingSetSearch:
             return True
         return self._evaluator.upper(self.index, hops) <= self._enough
 
-    def _rebounded(self, state: State) -> State:
+    def _rebound(self, state: State) -> State:
         hops, bound, compatibility = state.all_hops, state.bound, state.compatibility
         if hops and state.version != self.bounds.version:
             bound = min(bound, self.bounds.bound(hops))

@@ -48,11 +48,11 @@ _DEVICE_CACHE_VENDORS = frozenset({"GenuineIntel"})  # Intel's DDIO
 _ALL = Traffic()
 
 
-def _assumed(parameter: str, scale: float = 1.0) -> Figure:
+def _assume(parameter: str, scale: float = 1.0) -> Figure:
     return Figure(parameter=parameter, scale=scale, provenance="assumed")
 
 
-def _shared(name: str, at: Links, figure: Figure, counts: Traffic = _ALL) -> Capacity:
+def _share(name: str, at: Links, figure: Figure, counts: Traffic = _ALL) -> Capacity:
     return Capacity(name=name, at=at, counts=counts, write=figure, read=figure, mixed=figure)
 
 
@@ -86,14 +86,12 @@ def _pci_capacities(machine: Machine) -> Iterable[Capacity]:
         name = f"PCI link, {share * GEN5_GTS * DEFAULT_WIDTH:g} GT/s over all lanes"
         at = Links(kinds=("pci",), devices=tuple(devices))
         both = msgspec.structs.replace(at, way="both")
-        yield _shared(f"{name}, one way", at, _assumed("pcie5_x16_one_way", share))
-        yield _shared(f"{name}, both ways", both, _assumed("pcie5_x16_both_ways", share))
+        yield _share(f"{name}, one way", at, _assume("pcie5_x16_one_way", share))
+        yield _share(f"{name}, both ways", both, _assume("pcie5_x16_both_ways", share))
         # NCCL's rings move less than bare copies.
-        figure = _assumed("pcie5_x16_both_ways", share)
+        figure = _assume("pcie5_x16_both_ways", share)
         figure = msgspec.structs.replace(figure, times=("pcie_kernel_share",))
-        yield _shared(
-            f"{name}, both ways, NCCL's kernels", both, figure, Traffic(executor="kernel")
-        )
+        yield _share(f"{name}, both ways, NCCL's kernels", both, figure, Traffic(executor="kernel"))
 
 
 def usual_gts(machine: Machine) -> float:
@@ -118,12 +116,12 @@ def _fabric(machine: Machine) -> Iterable[Capacity]:
     if len(machine.numa_nodes) < 2:
         return
     speed = _fastest(machine)
-    port, socket, inner = (_assumed("socket_crossing_port", speed * n) for n in (1.0, 2.0, 3.0))
+    port, socket, inner = (_assume("socket_crossing_port", speed * n) for n in (1.0, 2.0, 3.0))
     ports = Links(kinds=("pci",), position="root_port")
-    yield _shared("a root port's traffic across sockets", ports, port, Traffic(crosses="socket"))
-    yield _shared("link between sockets, one way", Links(kinds=("smp",), span="socket"), socket)
+    yield _share("a root port's traffic across sockets", ports, port, Traffic(crosses="socket"))
+    yield _share("link between sockets, one way", Links(kinds=("smp",), span="socket"), socket)
     name = "link between NUMA nodes of a socket, one way"
-    yield _shared(name, Links(kinds=("smp",), span="numa"), inner)
+    yield _share(name, Links(kinds=("smp",), span="numa"), inner)
 
 
 def _nvlinks(machine: Machine) -> Iterable[Capacity]:
@@ -137,7 +135,7 @@ def _nvlinks(machine: Machine) -> Iterable[Capacity]:
         share = max(counts.get((first, second), 0.0), counts.get((second, first), 0.0))
         at = Links(kinds=(kinds[pair],), between=(first, second))
         name = f"{kinds[pair]} {first} - {second}, one way"
-        yield _shared(name, at, _assumed("nvlink4_link_one_way", share))
+        yield _share(name, at, _assume("nvlink4_link_one_way", share))
 
 
 def _relative(machine: Machine, kind: str, ends: tuple[str, str]) -> float:
@@ -151,7 +149,7 @@ def _nics(machine: Machine) -> Iterable[Capacity]:
             gbps = min(nic.speed_mbps, _FASTEST_PORT_MBPS) / 8000.0
             at = Links(kinds=("pci",), devices=(nic.id,))
             figure = Figure(value=gbps, provenance="assumed")
-            yield _shared(f"{nic.id}, its network port, one way", at, figure)
+            yield _share(f"{nic.id}, its network port, one way", at, figure)
 
 
 def _host_memory(machine: Machine) -> Capacity:
@@ -161,10 +159,10 @@ def _host_memory(machine: Machine) -> Capacity:
     return Capacity(
         name="host memory of a NUMA node",
         at=Memory(),
-        write=_assumed("host_write", scale),
-        read=_assumed("host_read", scale),
-        write_in_mix=_assumed("host_write_in_mix", scale),
-        read_in_mix=_assumed("host_read_in_mix", scale),
+        write=_assume("host_write", scale),
+        read=_assume("host_read", scale),
+        write_in_mix=_assume("host_write_in_mix", scale),
+        read_in_mix=_assume("host_read_in_mix", scale),
     )
 
 
@@ -175,36 +173,36 @@ _KERNEL_LIMITS = (
         executor="kernel",
         path="direct",
         over="pci",
-        per_block=_assumed("pcie_kernel_block"),
+        per_block=_assume("pcie_kernel_block"),
     ),
     ExecutorLimit(
         name="blocks of a direct kernel over NVLink",
         executor="kernel",
         path="direct",
         over="nvlink",
-        per_block=_assumed("kernel_block"),
+        per_block=_assume("kernel_block"),
     ),
     ExecutorLimit(
         name="blocks of a bouncing kernel",
         executor="kernel",
         path="bounce",
-        per_block=_assumed("fifo_block"),
-        latency_us=_assumed("fifo_latency_us"),
-        ceiling=_assumed("fifo_ceiling"),
+        per_block=_assume("fifo_block"),
+        latency_us=_assume("fifo_latency_us"),
+        ceiling=_assume("fifo_ceiling"),
         sharpness=3.0,
     ),
     ExecutorLimit(
         name="slots of a bounce by copy engines",
         executor="copy_engine",
         path="bounce",
-        per_block=_assumed("pcie5_x16_one_way"),
-        latency_us=_assumed("copy_engine_slot_us"),
+        per_block=_assume("pcie5_x16_one_way"),
+        latency_us=_assume("copy_engine_slot_us"),
     ),
 )
 _FIFO_CACHE = FifoCache(
-    cache_mib=_assumed("fifo_cache_mib"),
-    write=_assumed("fifo_in_cache"),
-    read=_assumed("fifo_in_cache"),
+    cache_mib=_assume("fifo_cache_mib"),
+    write=_assume("fifo_in_cache"),
+    read=_assume("fifo_in_cache"),
 )
 
 

@@ -285,7 +285,7 @@ def check_model(model: MachineModel, *, where: str) -> MachineModel:
 def is_symmetric(model: MachineModel) -> bool:
     """Return whether the symmetries of the machine leave the capacities of its parts the same."""
 
-    def moved(capacity: Capacity, names: Mapping[str, str]) -> Capacity:
+    def move(capacity: Capacity, names: Mapping[str, str]) -> Capacity:
         at = capacity.at
         if isinstance(at, Links):
             devices = tuple(sorted(names[device] for device in at.devices))
@@ -295,9 +295,9 @@ def is_symmetric(model: MachineModel) -> bool:
 
     generators = automorphisms(model.machine, model.knowledge).generators
     identity = {"": "", **{device: device for device in model.machine.graph}}
-    before = {moved(one, identity) for one in model.capacities}
+    before = {move(one, identity) for one in model.capacities}
     return all(
-        {moved(one, {**identity, **names}) for one in model.capacities} == before
+        {move(one, {**identity, **names}) for one in model.capacities} == before
         for names in generators
     )
 

@@ -96,7 +96,7 @@ class Engine:
     def resolve(self, parameters: Parameters) -> None:
         """Use these parameters' values from now on; routes are kept."""
         self.figures = Figures(parameters)
-        self._uses = {flow: self._capped(flow, use) for flow, use in self._uses.items()}
+        self._uses = {flow: self._cap(flow, use) for flow, use in self._uses.items()}
         self._values = [
             {name: (self.figures.value(x), self.figures.assumed(x)) for name, x in given.items()}
             for given in map(figures_in, self.model.capacities)
@@ -124,10 +124,10 @@ class Engine:
         """Return the resources of a flow; found once and kept."""
         use = self._uses.get(flow)
         if use is None:
-            use = self._uses[flow] = self._capped(flow, self._use(flow))
+            use = self._uses[flow] = self._cap(flow, self._use(flow))
         return use
 
-    def _capped(self, flow: Flow, use: Use) -> Use:
+    def _cap(self, flow: Flow, use: Use) -> Use:
         limits = [(number, self.model.executors[number]) for number in use.limits]
         figures = [figure for _, x in limits for figure in figures_used(x, flow)]
         alone = {number: unbent(x, self.figures, flow) for number, x in limits}

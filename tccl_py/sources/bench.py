@@ -299,7 +299,7 @@ class Bench:
             hardware.deadline = self._allowance.deadline if self._is_begun else inf
         begun = time.monotonic()
         try:
-            measurement = self._measured(transfers)
+            measurement = self._measure(transfers)
         except BudgetSpentError:
             self.cut_short = True
             raise
@@ -333,7 +333,7 @@ class Bench:
         self._is_begun |= not new.issubset(missing)
         return list(dict.fromkeys(missing))
 
-    def _measured(self, transfers: TransferSet) -> Measurement:
+    def _measure(self, transfers: TransferSet) -> Measurement:
         if self._source is None:
             raise MeasurementError(f"{transfers} is not in the journal")
         for flow in transfers.flows if self.unsound else ():
@@ -390,7 +390,7 @@ class Bench:
             try:
                 if len(failed) >= MOST_FAILED:
                     raise MeasurementError(f"not tried, as {MOST_FAILED} others cannot be")
-                self._keep(self._measured(transfer_set([Flow((part,), blocks=1)])))
+                self._keep(self._measure(transfer_set([Flow((part,), blocks=1)])))
             except BudgetSpentError:
                 raise
             except MeasurementError as error:

@@ -137,7 +137,7 @@ class Agent:
         if pool is not None:
             pool.close(hurry=hurry)
 
-    def _polled(self) -> say.Envelope | None:
+    def _poll(self) -> say.Envelope | None:
         envelope = self._messenger.poll()
         if envelope is None and time.monotonic() - self._messenger.heard_s > self._silence_s:
             raise ControllerLost(f"the controller has said nothing for {self._silence_s:g} s")
@@ -147,7 +147,7 @@ class Agent:
         if self._stopping is not None:
             return self._stopping
         until = None if limit_s is None else time.monotonic() + limit_s
-        while (envelope := self._polled()) is None:
+        while (envelope := self._poll()) is None:
             if until is not None and time.monotonic() > until:
                 raise MeasurementError(f"host {self._name}: not told to go on within {limit_s:g} s")
             self._backoff.nap()
@@ -233,7 +233,7 @@ class Agent:
             self._look()
         raise TimeoutError
 
-    def _opened(self) -> Pool:
+    def _open(self) -> Pool:
         if self._pool is None:
             raise MeasurementError(f"host {self._name}: its workers were not started")
         return self._pool
@@ -275,17 +275,17 @@ class Agent:
 
     def ping(self, count: int) -> dict[str, Pinged]:
         """Compare each device's clock with this host's."""
-        return dict(self._opened().ping(count))
+        return dict(self._open().ping(count))
 
     def take(self, step: LinkStep) -> LinkEnds:
         """Take one step for links with ends at devices of this host."""
-        return take_step(self._opened(), step)
+        return take_step(self._open(), step)
 
     def _warnings(self, devices: tuple[str, ...]) -> tuple[str, ...]:
         gpus = [place.index for place in map(place_named, devices) if place.kind == "G"]
         if self._backend != "cuda" or not gpus:
             return ()
-        with watching(gpus, self._opened().pids) as look:
+        with watching(gpus, self._open().pids) as look:
             warned = warnings(look(), loaded=False)
         before, after = self._bound
         return (*warned, _BOUND.format(before=before, now=after)) if before < after else warned
@@ -296,7 +296,7 @@ class Agent:
         """Run this host's share of a program; Release follows for each repeat."""
         results: list[RunResult] = []
         early: list[int] = []
-        pool = self._opened()
+        pool = self._open()
         with pool.begin(program, spec, meanwhile=self._look) as execution:
             for repeat in range(spec.repeats):
                 execution.wait_resident(repeat)
@@ -321,7 +321,7 @@ class Agent:
                 return envelope.message.at_ns
 
     def _look(self) -> None:
-        envelope = self._polled()
+        envelope = self._poll()
         if envelope is not None:
             self._heed(envelope)
 

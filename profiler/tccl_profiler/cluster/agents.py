@@ -98,7 +98,7 @@ class Agents:
                 raise self._gone(
                     host, "does not read what it is sent: it stalls or is cut"
                 ) from error
-            raise self._died(host) from error
+            raise self._find_dead(host) from error
 
     def heard(
         self, number: int, hosts: Iterable[str], limit_s: float | None = None
@@ -111,7 +111,7 @@ class Agents:
         self._backoff.reset()
         while True:
             for host in list(waiting):
-                message = self._polled(host, number)
+                message = self._poll(host, number)
                 if message is not None:
                     answers[host] = message
                     del waiting[host]
@@ -125,11 +125,11 @@ class Agents:
                 self._look(waiting, begun, limit_s)
             self._backoff.nap(1e-3)
 
-    def _polled(self, host: str, number: int) -> Message | None:
+    def _poll(self, host: str, number: int) -> Message | None:
         try:
             envelope = self._messengers[host].poll()
         except ConnectionClosed as error:
-            raise self._died(host) from error
+            raise self._find_dead(host) from error
         except MeasurementError as error:
             raise self._gone(host, str(error)) from error
         return None if envelope is None or envelope.number != number else envelope.message
@@ -143,7 +143,7 @@ class Agents:
             if time_s - begun > limit_s:
                 raise self._gone(host, f"has not answered for {limit_s:g} s")
 
-    def _died(self, host: str) -> BaseException:
+    def _find_dead(self, host: str) -> BaseException:
         for peer, messenger in {host: self._messengers[host], **self._messengers}.items():
             if messenger.has_died():
                 return self._gone(peer, "its agent has died")
@@ -221,7 +221,7 @@ class Agents:
     def _pong(self, host: str, number: int) -> tuple[say.Returned, int]:
         """Return an answer, which is awaited without naps for a while, and when it came."""
         until = time.monotonic() + _PING_LIMIT_S
-        while (message := self._polled(host, number)) is None and time.monotonic() < until:
+        while (message := self._poll(host, number)) is None and time.monotonic() < until:
             pass
         seen_ns = time.monotonic_ns()
         if message is None:

@@ -164,7 +164,7 @@ class Job:
 
     def __enter__(self) -> Job:
         if self.is_controller:
-            self._usual = signal.signal(signal.SIGTERM, self._terminated)
+            self._usual = signal.signal(signal.SIGTERM, self._handle_sigterm)
             self._heart.enter_context(say.heartbeats(self._beat))
         return self
 
@@ -240,7 +240,7 @@ class Job:
             process.kill()
             process.wait()
 
-    def _terminated(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
+    def _handle_sigterm(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         """Handle SIGTERM: the launcher ends the job, because a rank died or on request."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if self.broken:
