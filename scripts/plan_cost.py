@@ -91,7 +91,7 @@ class MeasuredLike:
         self.seconds += time.process_time() - begun
         return answers
 
-    def _measured(self, transfers: TransferSet) -> Measurement:
+    def _measure(self, transfers: TransferSet) -> Measurement:
         self.times += 1
         (exact,) = self._simulator.measure([transfers])
         samples = tuple(

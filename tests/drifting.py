@@ -64,7 +64,7 @@ class Noisy:
     def measure(self, sets):
         return [self._measure(one) for one in sets]
 
-    def _measured(self, one):
+    def _measure(self, one):
         found = self.exact(one)
         shape = (len(found.samples_gbps), self.repeats)
         factors = np.exp(self.random.normal(self.random.normal(0, self.between), self.noise, shape))

@@ -155,12 +155,12 @@ class Table:
     simulated = True
 
     def __init__(self, most=None):
-        self._simulator, self._leave = Simulator(BOX), most
+        self._simulator, self._left = Simulator(BOX), most
 
     def measure(self, sets):
-        if self._leave == 0 or any(not flow.blocks for key in sets for flow in key.flows):
+        if self._left == 0 or any(not flow.blocks for key in sets for flow in key.flows):
             raise KeyError("no row")
-        self._leave = None if self._leave is None else self._leave - 1
+        self._left = None if self._left is None else self._left - 1
         return self._simulator.measure(sets)
 
 

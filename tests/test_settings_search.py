@@ -171,7 +171,7 @@ class Hardware(Bench):
         super().__init__(source)
         self.settled = settled
 
-    def _measured(self, transfers):
+    def _measure(self, transfers):
         found = super()._measure(transfers)
         return msgspec.structs.replace(found, simulated=False, settled=self.settled)
 
