@@ -53,7 +53,7 @@ MOST_SECONDS = {4: 20.0, 8: 60.0}
 """Seconds that a plan of so many GPUs may take."""
 SAMPLES = 9
 PHASES = {"rated_choices": "default NCCL, variables", "subset_rings": "rings of smaller sets"}
-PHASES |= {"_rated": "gains of smaller sets", "_by_variables": "gains of smaller sets"}
+PHASES |= {"_rate": "gains of smaller sets", "_by_variables": "gains of smaller sets"}
 PHASES |= {"limit_gbps": "the machine's limit"}
 SEARCH = "search under settings"
 
