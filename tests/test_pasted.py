@@ -240,6 +240,16 @@ def test_names_and_matrix_may_be_in_two_files(tmp_path):
     assert [gpu.name for gpu in found.gpus] == ["NVIDIA L40S"] * 2
 
 
+def test_what_stands_around_a_matrix_and_was_used_is_named():
+    used = {
+        "prose_before.txt": "nothing",
+        "paste_link_query.csv": "names, bus ids, links",
+        "pro6000x2_phb.txt": "names, P2P",
+    }
+    for name, around in used.items():
+        assert findings(name).used[1] == f"with it: {around}"
+
+
 def test_standard_input_is_read():
     result = tccl("-", "--json", given=LOG.read_text())
     assert json.loads(result.stdout)["findings"]["used"][0].startswith("standard input")

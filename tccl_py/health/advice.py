@@ -80,7 +80,7 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
         found = self.findings or None
         if found is None or not found.tell:
             yield from self._own_lines()
-            if found is not None and (found.left_out or len(found.used) > 1):
+            if found is not None:
                 yield from findings_lines(found)
             return
         limits = (("Hardware", one) for one in self.limits[:1])

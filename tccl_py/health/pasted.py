@@ -205,6 +205,7 @@ def read_pasted(names: Sequence[str]) -> Pasted:
         left.append("the matrix of nvidia-smi, as a file of the machine says more")
     elif matrix_in:
         descriptions.append(parse_description(text, where=matrix_in))
+        used.append(f"with it: {_around(descriptions[0])}")
     if len(descriptions) > 1:
         raise InputError(", ".join(names), "describe several machines", "which? give one of them")
     description = descriptions[0] if descriptions else None
@@ -228,6 +229,20 @@ def read_pasted(names: Sequence[str]) -> Pasted:
         pair_rates=pairs,
     )
     return Pasted(findings=_judge(findings, description), description=description)
+
+
+def _around(description: Description) -> str:
+    """Return what stands around a matrix and was used."""
+    machine, knowledge = description.machine, description.knowledge
+    assumed = knowledge.assumed_links or ()
+    told = {
+        "names": any(gpu.name for gpu in machine.gpus),
+        "bus ids": not all(gpu.bus_id.startswith("ffff:") for gpu in machine.gpus),
+        "links": any(gpu.link.gbps and gpu.id not in assumed for gpu in machine.gpus),
+        "P2P": any(fact.provenance == "reported" for fact in knowledge.peer_access),
+        "CPU": not machine.cpu_unknown,
+    }
+    return ", ".join(name for name, there in told.items() if there) or "nothing"
 
 
 def _read(name: str) -> str:
