@@ -257,12 +257,11 @@ def doctor(
 ) -> None:
     """Prove that links between GPUs carry data, and look for what hangs or slows NCCL here.
 
-    On idle GPUs kernels and NCCL's jobs run for half a minute at most, with values compared. All
-    else is only read; a fix is printed, never run. Root sees more. Under mpirun or srun, or with
-    --compare, hosts are compared: which is not like the others, and in what.
+    On idle GPUs kernels and NCCL's jobs run for half a minute at most. All else is only read; a
+    fix is printed, never run. Root sees more. Under mpirun, srun or --compare, hosts are compared.
 
-    Exit codes: 0 nothing but notes (or unproven links), 1 something hangs, slows or damages, 2
-    wrong use.
+    Exit codes: 0 at most notes, or unproven links; 1 something hangs, slows or damages; 2 wrong
+    use.
 
     Examples:
 
