@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tccl_py.errors import InputError, MeasurementError, SearchError
 from tccl_py.model.symmetry import automorphisms
 from tccl_py.model.transfer import parse_set
+from tccl_py.search import best_first
 from tccl_py.search.problem import Budget, SearchProblem, count_ring_sets
 from tccl_py.search.strategies import find_rings
 from tccl_py.sources.bench import Bench
@@ -185,6 +186,20 @@ def test_a_false_symmetry_is_found_out_by_measuring_the_answer():
     truth = find_rings(problem_for(source, 4), strategy=brute_force)
     assert result.rate_gbps == truth.rate_gbps
     assert ascending not in str(result.rings.flows)
+
+
+def test_the_quick_look_ends_after_states_that_complete_no_set(monkeypatch):
+    visits = []
+
+    def visit(search, state):
+        visits.append(state)
+        search._push(state)
+
+    monkeypatch.setattr(best_first, "MAX_STATES", 20)
+    monkeypatch.setattr(best_first, "DIVE_STATES", 3)
+    monkeypatch.setattr(best_first.RingSetSearch, "_visit", visit)
+    find_rings(problem_for(random_resources(0), 7, counts=(2,)))
+    assert len(visits) == 3 + 20
 
 
 def test_every_set_is_asked_for_once():
