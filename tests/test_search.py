@@ -188,6 +188,13 @@ def test_a_false_symmetry_is_found_out_by_measuring_the_answer():
     assert ascending not in str(result.rings.flows)
 
 
+def test_scores_up_to_a_floor_are_not_searched_for():
+    problem = problem_for(random_resources(0), 7, counts=(2,))
+    free = find_rings(problem)
+    above = find_rings(msgspec.structs.replace(problem, floor_gbps=2 * free.rate_gbps))
+    assert above.sets_measured < free.sets_measured / 2
+
+
 def test_the_quick_look_ends_after_states_that_complete_no_set(monkeypatch):
     visits = []
 
