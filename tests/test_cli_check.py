@@ -128,15 +128,6 @@ def test_a_journal_of_another_machine_is_refused(plan):
     assert "not of this plan" in result.stderr
 
 
-@pytest.mark.parametrize("noise", ['"1.2.3"', "null", "-1"])
-def test_a_journal_with_noise_that_is_no_share_is_refused(noise, plan):
-    journal = plan / "measurements.jsonl"
-    journal.write_text(journal.read_text().replace('"noise":0.02', f'"noise":{noise}', 1))
-    result = tccl("check", plan)
-    assert result.exit_code == 2
-    assert "measurements.jsonl:1" in result.stderr
-
-
 BAD = {
     "two forms": (("--json", "--prometheus"), "--json beside --prometheus: are two forms; leave"),
     "a file for people": (

@@ -148,20 +148,6 @@ def test_a_damaged_description_is_refused(change, sentence, tmp_path):
     assert sentence in result.stderr
 
 
-def test_a_failed_write_leaves_the_old_file_and_nothing_beside_it(monkeypatch, tmp_path):
-    path = tmp_path / "box.json"
-    path.write_text("old")
-
-    def full(descriptor):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("tccl_py.files.os.fsync", full)
-    result = tccl("discover", "--nccl-topology", TOPOLOGY, "-o", path)
-    assert result.exit_code == 2
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
-
-
 def test_nothing_is_written_where_the_input_is_bad(tmp_path):
     path = tmp_path / "box.json"
     assert tccl("discover", "--nccl-topology", MATRIX, "-o", path).exit_code == 2

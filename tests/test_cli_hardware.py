@@ -279,15 +279,6 @@ def test_a_journal_of_another_machine_is_refused_by_name_before_anything_starts(
     assert "machine h200x4-vm" in result.stderr
 
 
-def test_a_torn_last_line_is_measured_again_with_a_notice(fake, tmp_path):
-    path = tmp_path / "journal.jsonl"
-    tccl("measure", *SETS, "--journal", path)
-    path.write_bytes(path.read_bytes()[:-20])
-    result = tccl("measure", *SETS, "--journal", path)
-    assert "dropped a torn last" in result.stderr
-    assert len(fake.asked) == 4
-
-
 def test_an_interruption_keeps_what_was_measured(fake, tmp_path):
     def impatient(transfers):
         if len(fake.asked) == 3:

@@ -103,26 +103,6 @@ def test_a_journal_keeps_what_was_measured_and_is_not_asked_twice(tmp_path):
     assert contents.header == Simulator(load_bundled(BOX), noise=0.1).header
 
 
-def test_a_journal_of_another_machine_is_refused_and_left_alone(tmp_path):
-    path = tmp_path / "journal.jsonl"
-    entries("G0->G0->G1", "--simulate", BOX, "--journal", path)
-    before = path.read_bytes()
-    result = tccl("measure", "G0->G0->G1", "--simulate", "h200x4-vm", "--journal", path)
-    assert result.exit_code == 2
-    assert f"tccl: {path}: belongs to machine {BOX} " in result.stderr
-    assert path.read_bytes() == before
-
-
-def test_a_torn_journal_is_mended_with_a_notice(tmp_path):
-    path = tmp_path / "journal.jsonl"
-    entries("G0->G0->G1", "--simulate", BOX, "--journal", path)
-    with path.open("a") as file:
-        file.write('{"transfers":')
-    result = tccl("measure", "G0->G0->G1", "--simulate", BOX, "--journal", path, "--json")
-    assert "last line of 13 characters" in result.stderr and f"{path}" in result.stderr
-    assert result.exit_code == 0
-
-
 def test_a_set_that_cannot_run_leaves_no_journal_behind(tmp_path):
     path = tmp_path / "journal.jsonl"
     result = tccl("measure", "G0->G0->G1", "G0->G0->G9", "--simulate", BOX, "--journal", path)

@@ -113,8 +113,10 @@ def test_every_set_is_on_disk_as_soon_as_it_is_measured(tmp_path):
 def test_a_journal_of_another_machine_is_refused_by_name(tmp_path, change):
     path = tmp_path / "m.jsonl"
     Bench(Counting(), journal=JournalFile(path, HEADER)).close()
+    before = path.read_bytes()
     with pytest.raises(InputError, match=r"belongs to machine toy\b.*use"):
         Bench(Counting(), journal=JournalFile(path, msgspec.structs.replace(HEADER, **change)))
+    assert path.read_bytes() == before
 
 
 def test_the_refusal_of_a_journal_names_what_differs_alone(tmp_path):

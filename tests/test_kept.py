@@ -328,11 +328,6 @@ def test_a_level_that_a_version_takes_for_none_is_refused():
         kept_plan(SMALL, {"NCCL_P2P_LEVEL": "P2C"}, version="2.18")
 
 
-def test_variables_that_limit_nothing_are_refused_before_anything_is_asked():
-    with pytest.raises(InputError, match="NCCL_P2P_DISABLE: is '0', which says"):
-        kept_plan(SMALL, {"NCCL_P2P_DISABLE": "0"})
-
-
 # What is made of such a plan.
 
 

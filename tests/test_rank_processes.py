@@ -22,6 +22,7 @@ from tccl_py.rank_processes.tasks import (
     decode_results,
     run_tasks,
 )
+from tests.processes import alive
 from tests.skips import needs
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -273,14 +274,6 @@ def test_nothing_outlives_who_started_forks(tmp_path, number):
     assert len(pids) == 3
     started.send_signal(number)
     assert started.wait(60) != 0
-    while time.monotonic() < until and any(map(runs, pids)):
+    while time.monotonic() < until and any(map(alive, pids)):
         time.sleep(0.05)
-    assert not any(map(runs, pids))
-
-
-def runs(pid):
-    """Whether a process is there, and more than an exit code."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    assert not any(map(alive, pids))

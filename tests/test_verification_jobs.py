@@ -39,6 +39,7 @@ from tccl_py.nccl.tuner import COLLECTIVES as TUNED
 from tccl_py.rank_processes.forkserver import ForkServer
 from tccl_py.rank_processes.rank import Communicator
 from tccl_py.workloads.workload import Workload, WorkloadDtype, WorkloadRow
+from tests.processes import alive
 from tests.skips import mark_needs
 
 REPOSITORY = Path(__file__).parent.parent
@@ -98,14 +99,6 @@ def run_jobs(spec, world, variables, *, server=None, **more):
         for own in variables
     ]
     return launcher.run(arms, spec)
-
-
-def alive(pid):
-    """Whether a process runs; one that ended and was not waited for does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def ended(folder):
