@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
-from tccl_py.cli.measure import _row_json
+from tccl_py.cli.measure import _measured_row
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import parse_set
 from tccl_py.simulator.descriptions import load_bundled
@@ -64,8 +64,8 @@ def test_flows_given_twice_keep_a_rate_each():
     measurement = Measurement(
         transfers=parse_set(" ".join(flows)), samples_gbps=rows, simulated=True
     )
-    row = _row_json(text.split(), measurement, dry_run=False)
-    assert row["gbps"] == (3.0, 1.0, 4.0, 2.0)
+    row = _measured_row(text.split(), measurement, dry_run=False)
+    assert row.gbps == (3.0, 1.0, 4.0, 2.0)
 
 
 def test_noise_follows_the_seed():
