@@ -454,13 +454,25 @@ def measured(tmp_path):
 
 
 def measured_plan(tmp_path, **changes):
-    plan = plan_of(SMALL, **changes)
+    plan = plan_of("amd-v100", **changes)
     plan = replace_plan(plan, simulated=False, assumed=False)
     directory = tmp_path / "plan"
     directory.mkdir()
     uuids = tuple(f"GPU-{number}" for number in range(4))
     write_plan(plan, directory, fingerprint=msgspec.structs.replace(PRINT, gpu_uuids=uuids))
     return directory
+
+
+def test_a_plan_that_keeps_default_nccl_has_nothing_to_install(tmp_path):
+    (directory := tmp_path / "plan").mkdir()
+    write_plan(plan_of(SMALL), directory)
+    before = everything(tmp_path)
+    result = tccl("install", directory, "--force")
+    assert result.exit_code == 0
+    assert "nothing to install" in result.stderr
+    assert everything(tmp_path) == before
+    said = tccl("env", directory, "--gpus", "0,1").stdout
+    assert "# default NCCL for GPUs 0,1: nothing to set" in said
 
 
 def tccl(*words):
@@ -693,8 +705,7 @@ def test_a_plan_of_another_machine_is_installed_only_by_force(measured, monkeypa
     result = tccl("install", measured)
     assert result.exit_code == 2
     assert "GPU 0 was GPU-0" in result.stderr
-    machine = plan_of(SMALL).machine
-    facts = SimpleNamespace(gpus=machine.gpus)
+    facts = SimpleNamespace(gpus=load_plan(measured).machine.gpus)
     monkeypatch.setattr("tccl_py.delivery.job.driver_facts", lambda: facts)
     result = tccl("export", measured, "--runtime", "slurm-prolog", "--alike")
     assert result.exit_code == 0, result.stderr

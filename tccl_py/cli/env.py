@@ -18,7 +18,7 @@ from tccl_py.cli import options
 from tccl_py.cli.options import arg, flag, gpus_argument, one_of, opt, refuse
 from tccl_py.cli.process import ANSWER_IS_NO, complain, flush_output, notice, print_json
 from tccl_py.delivery.fit import ALIKE_VARIABLE
-from tccl_py.delivery.job import Delivery, JobRequest, deliver
+from tccl_py.delivery.job import Delivery, JobRequest, deliver, gives_nothing
 from tccl_py.delivery.placement import prefer_numa_node
 from tccl_py.errors import InputError, require
 from tccl_py.files import pick, says
@@ -114,11 +114,23 @@ def env(
     else:
         if not delivery.disabled:
             print(f"# tccl-py, rates {delivery.provenance}")
+            print(_remark(plan, directory, delivery, plugin=plugin, gpus=gpus), end="")
             print(export_lines(delivery.variables), end="")
         if GRAPH_VARIABLE not in delivery.variables:
             print(f"unset {GRAPH_VARIABLE}")
     if delivery.refused:
         raise typer.Exit(ANSWER_IS_NO)
+
+
+def _remark(
+    plan: Plan, directory: Path, delivery: Delivery, *, plugin: bool, gpus: str | None
+) -> str:
+    """Return a comment where a job gets nothing but default NCCL."""
+    if plugin and gives_nothing(plan, directory, delivery):
+        return "# default NCCL for every communicator: the plugin has nothing to give\n"
+    of = f" for GPUs {','.join(map(str, delivery.job['gpus']))}" if gpus else ""
+    nothing = f"# default NCCL{of}: nothing to set, start the job as usual\n"
+    return "" if delivery.variables else nothing
 
 
 def run(

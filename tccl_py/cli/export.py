@@ -14,7 +14,7 @@ from tccl_py.delivery.plugin import check_trusted
 from tccl_py.delivery.scripts import FORMS, Form, script
 from tccl_py.errors import InputError, require, spell
 from tccl_py.files import read_text
-from tccl_py.nccl.settings import environment_text
+from tccl_py.nccl.settings import environment, environment_text
 from tccl_py.plan.directory import machine_file, nccl_files, write_nccl_files, write_new_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.machine_files import GRAPH_FILE
@@ -192,6 +192,9 @@ def _export_job(
     notice(f"wrote {spell(count, 'file')} to {output}: {rate}")
     notice(advice(made))
     notice_each(made.notices)
+    if made.recommended == "default" and not environment(made.job_settings):
+        notice("nothing to set: start the job as usual")
+        return
     env_file = quote(f"{output}/nccl/env.sh")
     launch = f"{output}/nccl/order/launch.txt"
     notice(f"start the job as {launch} says, each rank after its own `. {env_file}`")

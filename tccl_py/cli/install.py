@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from tccl_py.cli import options
 from tccl_py.cli.options import arg, flag, opt
 from tccl_py.cli.process import notice
-from tccl_py.delivery.job import JobRequest
+from tccl_py.delivery.job import JobRequest, gives_nothing
 from tccl_py.delivery.plugin import PLUGIN_VARIABLE
 from tccl_py.errors import InputError
 from tccl_py.nccl_conf import CONF_VARIABLE, HOST_FILE, user_file
@@ -61,7 +61,10 @@ def install(
         found = verified_choice(directory, workload)
         request = replace(request, choice=found.chosen)
         notice(f"for {found.name} alone, other jobs may lose: {communication_line(found)}")
-    _, delivery = accept(directory, request, newer_nccl=newer_nccl, say=notice)
+    plan, delivery = accept(directory, request, newer_nccl=newer_nccl, say=notice)
+    if gives_nothing(plan, directory, delivery):
+        notice(f"{directory} keeps default NCCL: nothing to install, start jobs as usual")
+        return
     own = user_file(planned=delivery.settings.version)
     path = conf or own
     change = put(delivery, path, dry_run=dry_run)

@@ -96,7 +96,8 @@ def host_here(plan: Plan, host: str | None = None) -> str | None:
     """
     graphs = files_of(plan).graphs
     names = names_of_this_host() if host is None else (host, host.partition(".")[0])
-    if named := next((name for name in chain([ANY_HOST], names) if name in graphs), None):
+    named = next((name for name in chain([ANY_HOST], names) if name in graphs), None)
+    if named is not None:
         return named
     # A hostfile may have the name with a domain that the host does not know itself by.
     own = socket.gethostname() if host is None else host

@@ -15,10 +15,11 @@ from tccl_py.delivery.launched import Launched, find_launch
 from tccl_py.delivery.plugin import plugin_exports
 from tccl_py.errors import InputError, require
 from tccl_py.model.cluster import shown
-from tccl_py.nccl.settings import Settings, job_environment
+from tccl_py.nccl.settings import Settings, environment, job_environment
 from tccl_py.nccl.versions import NEWER_VARIABLE, why_no_plugin
 from tccl_py.nccl_library import installed_nccl
 from tccl_py.plan.chains import ChoiceName
+from tccl_py.plan.directory import files_of
 from tccl_py.plan.host_files import host_graph_file
 from tccl_py.plan.machine_files import part_file, placement
 from tccl_py.plan.plan import Plan
@@ -155,6 +156,13 @@ def deliver(plan: Plan, directory: Path, request: JobRequest, *, say: Say) -> De
         numa_id=numa_id,
         refused=refused,
     )
+
+
+def gives_nothing(plan: Plan, directory: Path, delivery: Delivery) -> bool:
+    """Return whether what a host's jobs get is default NCCL, with and without the plugin."""
+    own = environment(delivery.settings)
+    tuned = (directory / "tuning.json").exists()
+    return not (own or tuned or files_of(plan).sets or delivery.settings.shm_placement)
 
 
 def _check_choice(plan: Plan, request: JobRequest) -> None:
