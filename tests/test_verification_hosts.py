@@ -193,7 +193,7 @@ class FakeHosts:
                 left[host].append(self._leave(task))
         return left
 
-    def _left(self, task):
+    def _leave(self, task):
         order = decode_json(task.spec, JobSpec, where="spec")
         # As noise, each job of a kind differs from the one before.
         noise = 1 + 0.001 * math.sin(len(self.tasks))
