@@ -24,7 +24,7 @@ from tccl_py.nccl.view import view
 from tccl_py.planning.choices import rated_choices
 from tccl_py.planning.planner import FEW_RING_COUNTS, RING_COUNTS, make_plan
 from tccl_py.planning.request import DEFAULT_BUDGET, Task
-from tccl_py.planning.study import Stock
+from tccl_py.planning.study import DefaultRings
 from tccl_py.search.problem import Budget, SearchProblem, count_ring_sets
 from tccl_py.search.strategies import find_rings
 from tccl_py.simulator.descriptions import load_bundled
@@ -113,7 +113,7 @@ class MachineRuns:
     def _row(self, **facts: object) -> Entry:
         return msgspec.convert({"machine": self.name, "gpus": len(self.gpus), **facts}, Entry)
 
-    def _default(self) -> Stock:
+    def _default(self) -> DefaultRings:
         task = Task(
             machine=self.model.machine,
             knowledge=self.model.knowledge,
@@ -143,7 +143,7 @@ class MachineRuns:
             note=f"{plan.gain('graph'):.2f} x default" + (", assumed" if plan.assumed else ""),
         )
 
-    def _tccl(self, default: Stock) -> Entry:
+    def _tccl(self, default: DefaultRings) -> Entry:
         # With 16 GPUs `tccl` reaches no ring in a minute: among equally fast prefixes, a priority
         # queue of measured prefixes is nearly a breadth-first search.
         if self.few:
@@ -151,7 +151,9 @@ class MachineRuns:
         states = count_ring_sets(self._problem((1,), default, Budget()).spaces[1], 1)
         return self._row(strategy="tccl", rings="1", note=f"skipped: {states} states")
 
-    def _problem(self, counts: Sequence[int], default: Stock, budget: Budget) -> SearchProblem:
+    def _problem(
+        self, counts: Sequence[int], default: DefaultRings, budget: Budget
+    ) -> SearchProblem:
         machine, knowledge = self.model.machine, self.model.knowledge
         return SearchProblem(
             spaces={
@@ -165,7 +167,7 @@ class MachineRuns:
         )
 
     def _search(
-        self, strategy: str, counts: Sequence[int], default: Stock, budget: Budget
+        self, strategy: str, counts: Sequence[int], default: DefaultRings, budget: Budget
     ) -> Entry:
         row = {"strategy": strategy, "rings": _text(counts)}
         began, cpu = time.monotonic(), time.process_time()

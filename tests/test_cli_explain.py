@@ -81,7 +81,7 @@ def test_the_json_is_what_is_kept(directory):
     printed = json.loads(done("show", "--why", directory, "--json").stdout)
     assert printed == json.loads((directory / "explanation.json").read_text())
     assert printed["simulated"] is True
-    assert [ring["name"] for ring in printed["rings"]] == ["plan", "stock"]
+    assert [ring["name"] for ring in printed["rings"]] == ["plan", "default"]
     assert Explanation.load(directory).sets_measured == printed["sets_measured"] > 0
 
 

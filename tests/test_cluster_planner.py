@@ -24,7 +24,7 @@ from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.transport import final_channels
 from tccl_py.nccl.view import view
 from tccl_py.plan.load import load_plan, off_rails
-from tccl_py.plan.tables import KeptTable, OwnChains
+from tccl_py.plan.tables import DefaultChains, KeptTable
 from tccl_py.planning.chain_search import ClassStudy, HostTask, used_nics
 from tccl_py.planning.host_rings import RingSearch, rail_tuples
 from tccl_py.planning.hosts import whole_ring
@@ -75,8 +75,10 @@ def node_of(node_class, source, *, budget=SMALL, **more):
         nics=task.nics,
         simulated=True,
         default_settings=SETTINGS,
-        stock=OwnChains(settings=SETTINGS, distinct=1, chains=(), cross_nic=2, rate_gbps=1.0),
-        plain="not asked",
+        rated_default=DefaultChains(
+            settings=SETTINGS, distinct=1, chains=(), cross_nic=2, rate_gbps=1.0
+        ),
+        default="not asked",
     )
     return ClassStudy(node_class, task, empty)
 

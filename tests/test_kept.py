@@ -199,8 +199,8 @@ def test_where_p2p_is_off_all_that_a_plan_speaks_of_bounces(name):
         == plan.choices["default"].settings.p2p_level
         == "LOC"
     )
-    stock = [one for one in ring_flows(plan) if one.name == "stock"]
-    assert all(flow.is_bounce for one in stock for flow in one.flows)
+    default = [one for one in ring_flows(plan) if one.name == "default"]
+    assert all(flow.is_bounce for one in default for flow in one.flows)
 
 
 @pytest.mark.parametrize("name", SEVERAL_GPUS)

@@ -329,7 +329,7 @@ def test_a_plan_is_explained_by_a_source():
     with tccl_py.open_source(model) as source:
         plan = tccl_py.make_plan(model.machine, model.knowledge, source)
         found = tccl_py.explain(plan, source)
-    assert [ring.name for ring in found.rings] == ["plan", "stock"]
+    assert [ring.name for ring in found.rings] == ["plan", "default"]
     lines = repr(found).splitlines()
     assert "simulated" in lines[0]
     assert all(one.sentence in repr(found) for ring in found.rings for one in ring.findings)

@@ -22,7 +22,7 @@ from tccl_py.nccl.view import view
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import check_plan, load_plan
 from tccl_py.plan.staging import check_files
-from tccl_py.plan.tables import ClassRates, KeptChains, KeptTable, OwnChains, table_files
+from tccl_py.plan.tables import ClassRates, DefaultChains, KeptChains, KeptTable, table_files
 from tccl_py.planning.jobs import bound_of, plan_of_job
 from tccl_py.planning.join import plan_over
 from tccl_py.planning.planner import make_cluster_plan
@@ -61,7 +61,7 @@ def table(number, gpus, rates):
             )
     best = max(paired, key=lambda one: one.rate_gbps)
     marked = msgspec.structs.replace(best, best=True, chosen=True)
-    own = OwnChains(
+    own = DefaultChains(
         settings=UNDER,
         distinct=len(best.pairs),
         chains=(DefaultChain(0, gpus, 0),),
@@ -74,8 +74,8 @@ def table(number, gpus, rates):
         nics=(0, 1),
         simulated=True,
         default_settings=Settings(),
-        stock=own,
-        plain=own,
+        rated_default=own,
+        default=own,
         settings=(UNDER,),
         hops=tuple(hops),
         answers=tuple(marked if one is best else one for one in paired),
@@ -308,13 +308,13 @@ def test_no_rate_of_default_nccl_exceeds_the_bound_of_a_job_without_a_table(name
     )
     measured = tables_for(gpus)[-1]
     assert gpus_text(measured.gpus) == gpus
-    rate = measured.stock.rate_gbps
+    rate = measured.rated_default.rate_gbps
     default = measured.kept.default_settings
     bound = bound_of(pair, [measured.gpus], [tables_for("1")], default)
     assert rate <= bound < 400
     # A class with a table bounds the job by its own rate.
     narrower = bound_of(pair, [measured.gpus], [[measured]], default)
-    assert narrower == min(bound, measured.plain.rate_gbps)
+    assert narrower == min(bound, measured.default.rate_gbps)
 
 
 @pytest.mark.parametrize("nics", [1, 2, 3, 8])
@@ -324,7 +324,7 @@ def test_chains_of_a_job_share_the_ports_of_its_nics(nics, gbps):
     ports = [msgspec.structs.replace(nic, speed_mbps=int(gbps * 8000)) for nic in machine.nics]
     machine = msgspec.structs.replace(machine, nics=tuple(ports[:nics]))
     pair = cluster_of([HostReport(host=name, machine=machine) for name in "ab"])
-    other = SimpleNamespace(gpus=(0,), plain="")
+    other = SimpleNamespace(gpus=(0,), default="")
     # NCCL has several chains by each NIC of a few: they get no more than the port has.
     bound = bound_of(pair, [machine.gpu_indices], [[other]], Settings(version="2.28"))
     assert bound == pytest.approx(nics * gbps)

@@ -221,5 +221,5 @@ def test_gpus_that_a_symmetry_exchanges_get_the_table_that_measuring_them_gives(
     hosts = tuple(Host(name=f"h{n}", node_class=0, slots=2) for n in range(2))
     pair = Cluster(hosts=hosts, classes=cluster.classes)
     check_plan(plan_over(pair, [ClassRates(one, image)], PlanRequest()), where="job")
-    assert image.stock.rate_gbps == known[2, 3].stock.rate_gbps
+    assert image.rated_default.rate_gbps == known[2, 3].rated_default.rate_gbps
     assert image_of(image, one, (0, 1)).hops == known[0, 1].hops

@@ -187,7 +187,7 @@ def test_a_broken_host_among_several_leaves_none_of_them_its_links():
     assert NEAR not in sources[1].links
     for settings in (plan.settings, plan.choices["variables"].settings):
         assert not view(machine, with_facts(NEAR), settings).unsound
-    assert {table.stock.settings.p2p_level for table in tables} == {"LOC"}
+    assert {table.rated_default.settings.p2p_level for table in tables} == {"LOC"}
 
 
 @pytest.mark.parametrize("how", ["facts", "broken", "unmeasured"])

@@ -70,7 +70,7 @@ _MUCH = 1.1
 class RingFlows(msgspec.Struct, frozen=True, kw_only=True):
     """Rings to explain, or their chains on hosts of a class: flows, and the number of rings."""
 
-    name: Literal["plan", "stock"]
+    name: Literal["plan", "default"]
     number: int = 0
     flows: tuple[Flow, ...]
     rings: int
@@ -103,7 +103,7 @@ def _default(plan: Plan) -> RingFlows | None:
     flows = tuple(hop.flow for ring in rings.rings for hop in ring.hops)
     # Rings that cannot be rated have a rate of 0.
     gbps = plan.choices["default"].rate_gbps or 0.0
-    return RingFlows(name="stock", flows=flows, rings=len(orders), rate_gbps=gbps)
+    return RingFlows(name="default", flows=flows, rings=len(orders), rate_gbps=gbps)
 
 
 def explain(
@@ -150,7 +150,7 @@ def explain(
         host.prober.allowance.allot(parts=1)
         pitfalls += host.pitfalls([finding for ring in explanations for finding in ring.findings])
         rings += explanations
-    explains_default = any(subject.name == "stock" for subject in chosen)
+    explains_default = any(subject.name == "default" for subject in chosen)
     notices = _other_channels(*chosen[:2]) if explains_default else (_NO_DEFAULT,)
     return Explanation(
         machine=", ".join(part.machine.name for part in plan.cluster.classes),

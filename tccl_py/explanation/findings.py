@@ -13,7 +13,7 @@ from tccl_py.model.measurement import mark
 from tccl_py.model.transfer import Flow
 from tccl_py.plan.results import Kept
 
-_WHOSE = {"plan": "The plan", "stock": "Default NCCL"}
+_WHOSE = {"plan": "The plan", "default": "Default NCCL"}
 COLLAPSE = 0.75
 """Flows with less bandwidth together than this share of one alone do more than share."""
 _SHOWN = 4
@@ -88,7 +88,7 @@ class RingExplanation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     names the hosts with these chains, "" of a single host.
     """
 
-    name: Literal["plan", "stock"]
+    name: Literal["plan", "default"]
     node_class: str = ""
     rings: int
     rate_gbps: float

@@ -23,7 +23,7 @@ from tccl_py.nccl.view import NcclView, view
 from tccl_py.plan.chains import PlanChain, Rate, plan_chain
 from tccl_py.plan.staging import AGAIN, TABLES, check_files, read_manifest
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MAX_TABLES = 1_024
 FORK_CHANNELS = 15
 """The most channels of the TCCL fork: it has 32, less one for NCCL's own, for both."""
@@ -33,7 +33,7 @@ Most = tuple[float, tuple[str, ...]]
 """A bound, GB/s, and what it assumes."""
 
 
-class OwnChains(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DefaultChains(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """NCCL's own chains on a host, under the variables without which they have no rate.
 
     `distinct` is the number of different chains; the rest is as of DefaultChoice and KeptChains.
@@ -80,9 +80,9 @@ class KeptTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     simulated: bool
     dry_run: bool = False
     default_settings: Settings
-    stock: OwnChains
-    plain: OwnChains | str
-    railed: OwnChains | None = None
+    rated_default: DefaultChains
+    default: DefaultChains | str
+    railed: DefaultChains | None = None
     """NCCL's own chains with NCCL_CROSS_NIC=0, where hosts are on rails."""
     settings: tuple[Settings, ...] = ()
     hops: tuple[Hop, ...] = ()
@@ -96,8 +96,8 @@ class KeptTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class ClassRates:
     """The rates of chains on the hosts of a class by a table; a ClassStudy searches for further.
 
-    `plain` is default NCCL, or the reason why it has no rate; `stock` has the variables without
-    which it has none. `searches` tells a study, and `cancelled` of its interruption.
+    `default` is default NCCL, or the reason why it has no rate; `rated_default` has the variables
+    without which it has none. `searches` tells a study, and `cancelled` of its interruption.
     """
 
     searches, cancelled, sets_by_symmetry = False, False, 0
@@ -105,7 +105,11 @@ class ClassRates:
     def __init__(self, node_class: NodeClass, kept: KeptTable) -> None:
         self.node_class, self.kept = node_class, kept
         self.gpus, self.nics = kept.gpus, kept.nics
-        self.stock, self.plain, self.closed = kept.stock, kept.plain, kept.closed
+        self.rated_default, self.default, self.closed = (
+            kept.rated_default,
+            kept.default,
+            kept.closed,
+        )
         self._settings = {settings: number for number, settings in enumerate(kept.settings)}
         self._hops = {hop: number for number, hop in enumerate(kept.hops)}
         self._between: dict[tuple[Settings, NicPairs], KeptChains | None] = {

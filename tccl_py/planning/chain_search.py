@@ -29,12 +29,12 @@ from tccl_py.nccl.network import (
 )
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import NcclView
-from tccl_py.plan.tables import ClassRates, KeptChains, KeptTable, Most, NicPairs, OwnChains
-from tccl_py.planning.choices import WORTH, SettingsSearch, interval, rated_choices, rated_stock
+from tccl_py.plan.tables import ClassRates, DefaultChains, KeptChains, KeptTable, Most, NicPairs
+from tccl_py.planning.choices import WORTH, SettingsSearch, interval, rate_default, rated_choices
 from tccl_py.planning.request import Rings, Task, rings_under
 from tccl_py.planning.study import (
     Candidate,
-    Stock,
+    DefaultRings,
     answer_under,
     candidate_of,
     condensed_rings,
@@ -199,18 +199,18 @@ class ClassStudy(ClassRates):
             simulated=task.source.simulated,
             dry_run=task.source.dry_run,
             default_settings=task.default_settings,
-            stock=_own_chains(variables),
-            plain=rated.note if default is None else _own_chains(default),
+            rated_default=_default_chains(variables),
+            default=rated.note if default is None else _default_chains(default),
             railed=self._rate_railed(variables.settings) if task.railed else None,
             notices=tuple(dict.fromkeys(note for result in results for note in result.notices)),
         )
 
-    def _rate_railed(self, settings: Settings) -> OwnChains | None:
+    def _rate_railed(self, settings: Settings) -> DefaultChains | None:
         """Rate NCCL's own chains that leave hosts by the NIC of their entry; None if that fails."""
         under = msgspec.structs.replace(settings, cross_nic=0, min_channels=None)
         with suppress(SearchError, MeasurementError):
-            return _own_chains(
-                rated_stock(self.task, under, self.task.own_choice(under), well=True)
+            return _default_chains(
+                rate_default(self.task, under, self.task.own_choice(under), well=True)
             )
         return None
 
@@ -368,24 +368,24 @@ class ClassStudy(ClassRates):
         )
 
 
-def needed_variables(task: Task, default: Stock | None) -> Iterator[Stock]:
+def needed_variables(task: Task, default: DefaultRings | None) -> Iterator[DefaultRings]:
     """Yield NCCL's own chains under the variables without which they have no rate, if any."""
     if isinstance(task, HostTask) and task.sound is not None:
-        yield rated_stock(task, task.sound, task.own_choice(task.sound), well=True)
+        yield rate_default(task, task.sound, task.own_choice(task.sound), well=True)
         return
     usual = default_choice_or_sys(task.view(task.default_settings), nodes=2)
     if default is not None and not usual.assumed_sys:
         return
     try:
-        yield rated_stock(task, usual.settings, usual, well=True)
+        yield rate_default(task, usual.settings, usual, well=True)
     except SearchError:
         # Over NICs NCCL would go from GPU to GPU here, and no source says at which rate.
         alone = msgspec.structs.replace(usual.settings, net_disable_intra=True)
-        yield rated_stock(task, alone, usual, well=True)
+        yield rate_default(task, alone, usual, well=True)
 
 
-def _own_chains(default: Stock) -> OwnChains:
-    return OwnChains(
+def _default_chains(default: DefaultRings) -> DefaultChains:
+    return DefaultChains(
         **pick(default, "settings", "rate_gbps"),
         **pick(default.nccl, "chains", "cross_nic", "fallback"),
         distinct=len(default.rings.rings),

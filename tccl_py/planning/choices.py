@@ -20,7 +20,7 @@ from tccl_py.planning.request import Rings, Task, of_transports, rings_under
 from tccl_py.planning.study import (
     SIMPLE_ORDER,
     Candidate,
-    Stock,
+    DefaultRings,
     candidate_of,
     condensed_rings,
     measured_well,
@@ -222,14 +222,14 @@ class Rated(msgspec.Struct, frozen=True, kw_only=True):
     `variables` do not and these gain; see `chunk_bytes`.
     """
 
-    default: Stock | None
+    default: DefaultRings | None
     note: str
-    variables: Stock
-    large_buffers: Stock | None = None
+    variables: DefaultRings
+    large_buffers: DefaultRings | None = None
     cancelled: bool = False
 
 
-Variables = Callable[[Task, Stock | None], Iterable[Stock]]
+Variables = Callable[[Task, DefaultRings | None], Iterable[DefaultRings]]
 """Yields NCCL's own rings under environment variables, where default NCCL is rated so."""
 
 
@@ -271,8 +271,8 @@ def rated_choices(task: Task, variables: Variables | None = None) -> Rated:
 
 
 def _large_buffers(
-    task: Task, best: Stock, default: Stock | None, tried: Sequence[Stock]
-) -> Stock | None:
+    task: Task, best: DefaultRings, default: DefaultRings | None, tried: Sequence[DefaultRings]
+) -> DefaultRings | None:
     """Return the best variables that keep default NCCL's chunks, if `best` does not; or None.
 
     Where links keep default NCCL from a rate, they are the fewest variables.
@@ -282,7 +282,7 @@ def _large_buffers(
         return None if few.settings == best.settings else few
     chunk = chunk_bytes(task.view(default.settings))
 
-    def keeps_chunks(choice: Stock) -> bool:
+    def keeps_chunks(choice: DefaultRings) -> bool:
         return chunk_bytes(task.view(choice.settings)) >= chunk
 
     if keeps_chunks(best):
@@ -291,23 +291,23 @@ def _large_buffers(
     return None if large is default else large
 
 
-def _smallest(tried: Sequence[Stock], worth: float = WORTH) -> Stock:
+def _smallest(tried: Sequence[DefaultRings], worth: float = WORTH) -> DefaultRings:
     """Return of the choices within `worth` of the best the one with fewest variables, channels."""
     most = max(choice.rate_gbps for choice in tried)
     return min((choice for choice in tried if choice.rate_gbps * (1 + worth) >= most), key=_cost)
 
 
-def _fewest(tried: Sequence[Stock]) -> Stock:
+def _fewest(tried: Sequence[DefaultRings]) -> DefaultRings:
     """Return of the choices with the fewest variables the fastest."""
     return min(tried, key=lambda choice: (_cost(choice)[0], -choice.rate_gbps))
 
 
-def _cost(choice: Stock) -> tuple[int, int]:
+def _cost(choice: DefaultRings) -> tuple[int, int]:
     settings = choice.settings
     return len(environment(settings)), max(choice.nccl.channels, settings.min_channels or 0)
 
 
-def _rated_well(task: Task, choice: Stock) -> Stock:
+def _rated_well(task: Task, choice: DefaultRings) -> DefaultRings:
     answer = measured_well(task.source, choice.rings)
     rate = choice.rings.rate(answer)
     return msgspec.structs.replace(choice, measurement=answer, rate_gbps=rate)
@@ -318,7 +318,7 @@ def interval(measurement: Measurement) -> float:
     return 1.96 * measurement.relative_error
 
 
-def _default(task: Task, settings: Settings) -> tuple[Stock | None, str]:
+def _default(task: Task, settings: Settings) -> tuple[DefaultRings | None, str]:
     """Rate NCCL as it runs without this project, with a note on anything special."""
     if facts := task.unsound(settings):
         return None, why_unsound(facts)
@@ -328,18 +328,18 @@ def _default(task: Task, settings: Settings) -> tuple[Stock | None, str]:
         return None, unknown.format(*min(by_network))
     try:
         note = SIMPLE_ORDER if nccl.fallback else ""
-        return rated_stock(task, settings, nccl, well=True), note
+        return rate_default(task, settings, nccl, well=True), note
     except SearchError:
         relayed = "NCCL joins GPUs through the memory of another one, at a rate that is not known"
         return None, unknown.format(*min(by_network)) if by_network else relayed
 
 
-def by_mechanisms(task: Task, _: Stock | None) -> Iterator[Stock]:
+def by_mechanisms(task: Task, _: DefaultRings | None) -> Iterator[DefaultRings]:
     """Yield NCCL's own rings by all mechanisms, with numbers of channels and FIFO sizes."""
     # 1. Compare mechanisms, each with NCCL's own number of channels and with many.
-    compared: list[tuple[float, Stock]] = []
+    compared: list[tuple[float, DefaultRings]] = []
     for settings in mechanisms(task):
-        nccl, rated = task.own_choice(settings), list[Stock]()
+        nccl, rated = task.own_choice(settings), list[DefaultRings]()
         counts = [count for count in _counts(nccl) if count <= COMPARED_CHANNELS]
         for choice in _with_channels(task, settings, nccl, counts[:1] + counts[1:][-1:]):
             rated.append(choice)
@@ -365,21 +365,21 @@ def _counts(nccl: DefaultChoice) -> list[int]:
 
 def _with_channels(
     task: Task, settings: Settings, nccl: DefaultChoice, counts: Sequence[int]
-) -> Iterator[Stock]:
+) -> Iterator[DefaultRings]:
     """Yield NCCL's own rings with these numbers of final channels, as far as that is possible."""
     for count in counts:
         with suppress(SearchError, MeasurementError):
-            yield rated_stock(task, settings, nccl, channels=count)
+            yield rate_default(task, settings, nccl, channels=count)
 
 
-def rated_stock(
+def rate_default(
     task: Task,
     settings: Settings,
     nccl: DefaultChoice,
     *,
     channels: int | None = None,
     well: bool = False,
-) -> Stock:
+) -> DefaultRings:
     """Rate NCCL's own rings, `nccl` under the settings.
 
     `channels` are final channels, by NCCL_MIN_NCHANNELS; None is NCCL's own number. With `well` a
@@ -393,7 +393,9 @@ def rated_stock(
     rings = task.own_ring_set(nccl, settings)
     answer = measured_well(task.source, rings) if well else task.source.measure([rings.flows])[0]
     rate = rings.rate(answer)
-    return Stock(nccl=nccl, settings=settings, rings=rings, rate_gbps=rate, measurement=answer)
+    return DefaultRings(
+        nccl=nccl, settings=settings, rings=rings, rate_gbps=rate, measurement=answer
+    )
 
 
 def own_gbps(task: Task, settings: Settings) -> float:
@@ -405,7 +407,7 @@ def own_gbps(task: Task, settings: Settings) -> float:
     if not task.source.has_time():
         return inf
     try:
-        return rated_stock(task, settings, task.own_choice(settings)).rate_gbps
+        return rate_default(task, settings, task.own_choice(settings)).rate_gbps
     except SearchError:
         return 0.0 if task.view(settings).by_network else inf
     except MeasurementError:
@@ -425,7 +427,7 @@ def sound_gpus(task: Task) -> tuple[int, ...]:
     return gpus
 
 
-def as_graph(choice: Stock) -> Stock:
+def as_graph(choice: DefaultRings) -> DefaultRings:
     """Return NCCL's own rings for a graph file with as many final channels."""
     settings = choice.settings
     if settings.min_channels is None:

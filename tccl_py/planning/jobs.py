@@ -36,7 +36,7 @@ from tccl_py.plan.machine_files import conf_text, env_text
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.retuning import retune
 from tccl_py.plan.staging import write_new_directory
-from tccl_py.plan.tables import ClassRates, KeptTable, OwnChains, read_tables
+from tccl_py.plan.tables import ClassRates, DefaultChains, KeptTable, read_tables
 from tccl_py.planning.cables import failing
 from tccl_py.planning.join import plan_over
 from tccl_py.planning.request import PlanRequest
@@ -218,27 +218,29 @@ def image_of(table: KeptTable, host: NodeClass, gpus: tuple[int, ...]) -> KeptTa
     NCCL has to move every hop as the mapped one, and to choose the mapped chains by itself.
     """
     old, new = (_own_choice(host, table.default_settings, ids) for ids in (table.gpus, gpus))
-    rated = isinstance(table.plain, OwnChains)
+    rated = isinstance(table.default, DefaultChains)
     unlike = msgspec.structs.replace(old, rings=new.rings, chains=new.chains) != new
-    if unlike or (rated and table.plain != table.stock):
+    if unlike or (rated and table.default != table.rated_default):
         return None
     symmetry = automorphisms(host.machine, host.knowledge)
     nics = [f"N{nic}" for nic in table.nics]
     fits = onto(symmetry, [f"G{gpu}" for gpu in table.gpus], [f"G{gpu}" for gpu in gpus])
     for row in symmetry.elements[fits & onto(symmetry, nics, nics)][:_MOST_TRIED]:
         image = _relabel(table, gpus, mapping(symmetry, row))
-        if Counter(image.stock.chains) == Counter(new.chains) and _is_possible(image, host):
+        if Counter(image.rated_default.chains) == Counter(new.chains) and _is_possible(image, host):
             # In NCCL's order of channels.
-            stock = msgspec.structs.replace(image.stock, chains=new.chains)
-            plain = stock if rated else table.plain
+            rated_default = msgspec.structs.replace(image.rated_default, chains=new.chains)
+            default = rated_default if rated else table.default
             railed = _in_own_order(image.railed, host, gpus)
-            return msgspec.structs.replace(image, stock=stock, plain=plain, railed=railed)
+            return msgspec.structs.replace(
+                image, rated_default=rated_default, default=default, railed=railed
+            )
     return None
 
 
 def _in_own_order(
-    railed: OwnChains | None, host: NodeClass, gpus: tuple[int, ...]
-) -> OwnChains | None:
+    railed: DefaultChains | None, host: NodeClass, gpus: tuple[int, ...]
+) -> DefaultChains | None:
     """Return mapped chains in NCCL's order of channels; None if NCCL chooses others."""
     if railed is None:
         return None
@@ -252,13 +254,13 @@ def _own_choice(host: NodeClass, settings: Settings, gpus: tuple[int, ...]) -> D
 
 
 def _relabel(table: KeptTable, gpus: tuple[int, ...], names: Permutation) -> KeptTable:
-    """Return a table with all GPUs, NICs and NUMA nodes mapped; `plain` stays."""
+    """Return a table with all GPUs, NICs and NUMA nodes mapped; `default` stays."""
     replace = msgspec.structs.replace
 
     def index(kind: str, number: int) -> int:
         return index_of(names[f"{kind}{number}"])
 
-    def map_chains(own: OwnChains) -> OwnChains:
+    def map_chains(own: DefaultChains) -> DefaultChains:
         chains = (
             DefaultChain(index("N", into), tuple(index("G", gpu) for gpu in ids), index("N", out))
             for into, ids, out in own.chains
@@ -273,7 +275,7 @@ def _relabel(table: KeptTable, gpus: tuple[int, ...], names: Permutation) -> Kep
     return replace(
         table,
         gpus=gpus,
-        stock=map_chains(table.stock),
+        rated_default=map_chains(table.rated_default),
         railed=None if table.railed is None else map_chains(table.railed),
         hops=tuple(relabelled_hop(hop, names) for hop in table.hops),
         answers=tuple(
@@ -378,8 +380,8 @@ def bound_of(
     bounds = [inf if cluster.switches is None else uplink_limit(cluster.switches, cluster.names)]
     for host, indices, of_class in zip(cluster.classes, gpus, tables, strict=True):
         equal = [table for table in of_class if table.gpus == indices]
-        rated = [t.plain if settings.cross_nic is None else t.kept.railed for t in equal]
-        bounds += [default.rate_gbps for default in rated if isinstance(default, OwnChains)]
+        rated = [t.default if settings.cross_nic is None else t.kept.railed for t in equal]
+        bounds += [default.rate_gbps for default in rated if isinstance(default, DefaultChains)]
         ports = {nic.index: nic.speed_mbps / _MBPS or inf for nic in host.machine.nics}
         chains = _own_choice(host, settings, indices).chains
         for ends in ([chain.entry for chain in chains], [chain.exit for chain in chains]):

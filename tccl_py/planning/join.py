@@ -27,7 +27,7 @@ from tccl_py.plan.chains import AS_GOOD as WORTH
 from tccl_py.plan.chains import Choice, ChoiceName, Failure, failure_over, prefer
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.retuning import ends_as_measured
-from tccl_py.plan.tables import ClassRates, OwnChains
+from tccl_py.plan.tables import ClassRates, DefaultChains
 from tccl_py.planning.cables import (
     channels_on,
     choices_along_cables,
@@ -151,7 +151,7 @@ def _candidates(nodes: Sequence[ClassRates]) -> Iterator[tuple[Settings, int, fl
     ranked = sorted(promises.items(), key=lambda row: (-min(row[1], least), row[0][1], -row[1]))
     usable = [row for row in ranked if all(node.may_answer(*row[0]) for node in nodes)]
     # NCCL's own chains are always among them: a plan is never below them.
-    defaults = {(node.stock.settings, node.stock.distinct) for node in nodes}
+    defaults = {(node.rated_default.settings, node.rated_default.distinct) for node in nodes}
     counts = set[int]()
     for number, ((settings, count), promise) in enumerate(usable):
         if number < CANDIDATES or (settings, count) in defaults or count not in counts:
@@ -213,11 +213,11 @@ def _own_choices(cluster: Cluster, nodes: Sequence[ClassRates]) -> tuple[Choice,
     The slowest class decides, and uplinks in the order given. Both are equal where all classes are
     rated without variables.
     """
-    variables = _own_choice("variables", cluster, nodes, [node.stock for node in nodes])
-    rated = [node.plain for node in nodes if isinstance(node.plain, OwnChains)]
+    variables = _own_choice("variables", cluster, nodes, [node.rated_default for node in nodes])
+    rated = [node.default for node in nodes if isinstance(node.default, DefaultChains)]
     if len(rated) == len(nodes):
         return _own_choice("default", cluster, nodes, rated), variables
-    notes = (node.plain for node in nodes if isinstance(node.plain, str))
+    notes = (node.default for node in nodes if isinstance(node.default, str))
     settings = nodes[0].kept.default_settings
     default = Choice(
         name="default",
@@ -248,7 +248,7 @@ def _on_rails(
     Variables include NCCL_CROSS_NIC=0 where only that connects, or is clearly faster.
     """
     default = failing(default, cluster, list(map(_default_channels, nodes)))
-    own = [[channels_on(node, node.stock)] for node in nodes]
+    own = [[channels_on(node, node.rated_default)] for node in nodes]
     variables = failing(variables, cluster, own)
     railed = [node.kept.railed for node in nodes if node.kept.railed is not None]
     if len(railed) == len(nodes):
@@ -277,8 +277,8 @@ def _notices_of_rails(
 
 def _default_channels(node: ClassRates) -> list[HostChannels]:
     """Return the channels of default NCCL on a host of a class, or of each part that it cuts."""
-    if isinstance(node.plain, OwnChains):
-        return [channels_on(node, node.plain)]
+    if isinstance(node.default, DefaultChains):
+        return [channels_on(node, node.default)]
     topo = node.view(node.kept.default_settings)
     views = [
         view(topo.machine, topo.knowledge, topo.settings, gpus=tuple(map(index_of, part)))
@@ -292,42 +292,45 @@ def _default_channels(node: ClassRates) -> list[HostChannels]:
 
 
 def _own_choice(
-    name: ChoiceName, cluster: Cluster, nodes: Sequence[ClassRates], defaults: Sequence[OwnChains]
+    name: ChoiceName,
+    cluster: Cluster,
+    nodes: Sequence[ClassRates],
+    defaults: Sequence[DefaultChains],
 ) -> Choice:
     """Return NCCL's own rings over the hosts in the order given."""
-    rate = min(stock.rate_gbps for stock in defaults)
+    rate = min(default.rate_gbps for default in defaults)
     if cluster.switches is not None:
         rate = min(rate, uplink_limit(cluster.switches, cluster.names))
     settings = nodes[0].kept.default_settings
-    for stock in defaults:
+    for default in defaults:
         settings = msgspec.structs.replace(
             settings,
-            p2p_level=stock.settings.p2p_level or settings.p2p_level,
-            net_disable_intra=stock.settings.net_disable_intra or settings.net_disable_intra,
-            cross_nic=stock.settings.cross_nic,
+            p2p_level=default.settings.p2p_level or settings.p2p_level,
+            net_disable_intra=default.settings.net_disable_intra or settings.net_disable_intra,
+            cross_nic=default.settings.cross_nic,
         )
     # For each host the ranks of each channel that every class has.
     ranks: list[list[list[int]]] = []
-    first, count = 0, min(len(stock.chains) for stock in defaults)
+    first, count = 0, min(len(default.chains) for default in defaults)
     for number, host in enumerate(cluster.hosts):
         at = {gpu: first + slot for slot, gpu in enumerate(nodes[host.node_class].gpus)}
         chains = _chains_on(defaults[host.node_class], number, count)
         ranks.append([[at[gpu] for gpu in own_chain.gpus] for own_chain in chains])
         first += host.slots
-    fallback = any(stock.fallback for stock in defaults)
+    fallback = any(default.fallback for default in defaults)
     return Choice(
         name=name,
         settings=settings,
         rings=tuple(tuple(chain.from_iterable(parts)) for parts in zip(*ranks, strict=True))
         or None,
         predicted_gbps=rate,
-        error=max(stock.error for stock in defaults),
-        assumed=any(stock.assumed for stock in defaults),
+        error=max(default.error for default in defaults),
+        assumed=any(default.assumed for default in defaults),
         note=SIMPLE_ORDER if fallback else "",
     )
 
 
-def _chains_on(default: OwnChains, number: int, count: int) -> list[DefaultChain]:
+def _chains_on(default: DefaultChains, number: int, count: int) -> list[DefaultChain]:
     """Return NCCL's own chains of `count` channels on a host by its number in rank order."""
     swapped = swaps_pairs(default.cross_nic, number, count)
     return [default.chains[channel ^ swapped] for channel in range(count)]

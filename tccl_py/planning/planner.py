@@ -48,8 +48,8 @@ from tccl_py.planning.request import (
 )
 from tccl_py.planning.study import (
     Candidate,
+    DefaultRings,
     JoinedRings,
-    Stock,
     assemble_plan,
     limit_gbps,
     measure_hops_alone,
@@ -315,7 +315,7 @@ def choices_of(rated: Rated, task: Task) -> Iterator[Choice]:
             note=rated.note,
             fails=failure_over(task.unsound(settings)),
         )
-    names: dict[ChoiceName, Stock | None] = {
+    names: dict[ChoiceName, DefaultRings | None] = {
         "default": rated.default,
         "large-buffers": rated.large_buffers,
         "variables": rated.variables,
@@ -333,7 +333,7 @@ def choices_of(rated: Rated, task: Task) -> Iterator[Choice]:
             )
 
 
-def _final(task: Task, default: Stock, best: Candidate) -> tuple[Candidate, Measurement]:
+def _final(task: Task, default: DefaultRings, best: Candidate) -> tuple[Candidate, Measurement]:
     """Return the planned choice, measured well; NCCL's own where noise favoured another."""
     with suppress(BudgetSpentError):
         measurement = measured_well(task.source, best.rings)

@@ -38,7 +38,7 @@ PRECISE = 0.005
 """A rate whose standard error is smaller (relative) was not chosen for its luck."""
 SIMPLE_ORDER = "NCCL's search finds no rings and takes its simple order"
 CAREFUL = 8
-"""Measurements of stock's rings and of the plan's where samples spread."""
+"""Measurements of default NCCL's rings and of the plan's where samples spread."""
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +79,7 @@ def candidate_of(settings: Settings, result: SearchResult) -> Candidate:
     )
 
 
-class Stock(Candidate, frozen=True, kw_only=True):
+class DefaultRings(Candidate, frozen=True, kw_only=True):
     """NCCL's own choice with its rings, and their measurement."""
 
     nccl: DefaultChoice
