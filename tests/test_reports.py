@@ -217,6 +217,14 @@ def test_a_pair_with_fewer_bridge_links_than_its_twins_is_named():
     assert limit.startswith("GPUs 2, 3: 8 active NVLinks")
 
 
+def test_one_line_may_have_the_commands_of_all_matrices_below_it():
+    text = (REPORTS / "pro6000x2_phb.txt").read_text()
+    commands = "$ (nvidia-smi topo -m; nvidia-smi topo -p2p r; nvidia-smi -L) > box.txt\n"
+    found = parse_description(commands + text, where="box.txt")
+    assert found.knowledge.can_access(found.machine, 0, 1)
+    assert found.machine == parse_description(text, where="box.txt").machine
+
+
 def test_matrices_of_two_machines_are_refused_and_a_repeated_one_is_read():
     box, other = ((REPORTS / name).read_text() for name in ("prose_before.txt", "h100x8_9nic.txt"))
     assert len(parse_description(box + box, where="box.txt").machine.gpus) == 2

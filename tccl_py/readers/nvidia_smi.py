@@ -290,7 +290,12 @@ def _parse_matrices(
     # A sentence may begin with GPU0.
     true = [at for at in headers if _ROW.match(" ".join(rows[at][:2]))] or headers
     named = {at: _way_above(filled, at) for at in true}
-    ways = [at for at in true if named[at] or not {*rows[at]}.isdisjoint(_STATUSES)]
+    levels = {at for at in true if any(map(_is_relation, rows[at][2:]))}
+    ways = [
+        at
+        for at in true
+        if (named[at] and at not in levels) or not {*rows[at]}.isdisjoint(_STATUSES)
+    ]
     starts = [at for at in true if at not in ways]
     if not starts:
         fault = "has no line that begins with GPU0, and is no machine in JSON or XML"
@@ -315,8 +320,9 @@ def _parse_matrices(
 
 def _way_above(lines: Sequence[_Line], at: int) -> str:
     """Return the letter of the `topo -p2p` that stands right above a header, or ""."""
-    ways = (_WAY.search(line) for _, line in lines[max(0, at - 2) : at + 1])
-    return next((way[1] for way in ways if way), "")
+    ways = (_WAY.findall(line) for _, line in lines[max(0, at - 2) : at + 1])
+    # One line may have the commands of all matrices below it.
+    return next((way[0] for way in ways if len(way) == 1), "")
 
 
 def _is_header(words: Sequence[str]) -> bool:
