@@ -116,7 +116,7 @@ class Hosts:
                     one.release(repeat)
                 self.between("released", repeat)
                 outcomes.append(
-                    RunResult.joined({host: one.collect(repeat) for host, one in running.items()})
+                    RunResult.join({host: one.collect(repeat) for host, one in running.items()})
                 )
             for one in running.values():
                 one.finish()

@@ -59,7 +59,7 @@ def test_a_bench_without_a_source_has_only_its_memory():
 
 def test_further_samples_of_a_set_are_no_further_sets_of_a_limit():
     bench = Bench(Growing())
-    with bench.limited(Allowance(1)):
+    with bench.limit(Allowance(1)):
         assert len(bench.samples(ONE, 3)) == 3
         with pytest.raises(BudgetSpentError):
             bench.measure([TWO])
@@ -71,7 +71,7 @@ def test_further_samples_of_a_set_are_no_further_sets_of_a_limit():
 def test_a_set_counts_once_for_a_limit_whether_a_journal_answers_or_a_source(stored):
     sets = [parse_set(f"G0->G0->G{gpu}") for gpu in (1, 2, 3)]
     bench = Bench(Growing(), {sets[0]: [sample_of(sets[0], 7)]} if stored else {})
-    with bench.limited(Allowance(2)):
+    with bench.limit(Allowance(2)):
         bench.measure(sets[1:2])
         for _ in range(4):
             bench.measure(sets[:1])
@@ -92,7 +92,7 @@ def test_no_set_is_begun_that_would_not_end_in_time(monkeypatch, seconds, begun)
 
     monkeypatch.setattr("tccl_py.sources.bench.time.monotonic", lambda: clock[0])
     bench, sets = Bench(Slow()), [parse_set(f"G0->G0->G{gpu}") for gpu in range(1, 6)]
-    with bench.limited(Allowance(seconds=seconds)), suppress(BudgetSpentError):
+    with bench.limit(Allowance(seconds=seconds)), suppress(BudgetSpentError):
         for one in sets:
             bench.measure([one])
     assert (bench.times_measured, bench.cut_short) == (begun, True)

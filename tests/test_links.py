@@ -81,7 +81,7 @@ def way(machine, one, other):
 
 def parts(machine, granted):
     """Each part that may be faulty, with its pairs."""
-    linked = {p for p in granted if machine.nvlinked(*p)}
+    linked = {p for p in granted if machine.has_nvlink(*p)}
     pci = granted - linked
     ways = {p: way(machine, *p) for p in pci}
     names = {b.id: f"the PCI switch {b.id}" for b in machine.bridges}
@@ -138,7 +138,7 @@ def check_random_machine(seed):
     text, _ = random_machine(rng, gpus=rng.randint(2, 8))
     machine = parse_nccl_topology(text, where="a test")
     every = {*combinations(machine.gpu_indices, 2)}
-    granted = {p for p in every if machine.nvlinked(*p)} if rng.random() < 0.15 else every
+    granted = {p for p in every if machine.has_nvlink(*p)} if rng.random() < 0.15 else every
     if not granted:
         return
     _, broken = fault(rng, machine, granted)

@@ -47,7 +47,7 @@ def test_the_machine_is_the_one_that_nccl_printed():
     assert cpu.vendor == "AuthenticAMD"
     h200 = read_report(INIT.read_text())
     assert (h200.ranks, h200.channels, h200.tree) == (4, 24, True)
-    assert all(h200.machine.nvlinked(0, other) for other in (1, 2, 3))
+    assert all(h200.machine.has_nvlink(0, other) for other in (1, 2, 3))
     assert h200.machine.numa_nodes[0].numa_id == -1
     assert {hop.via for hop in h200.hops} == {"P2P/CUMEM"}
     assert h200.network == "Socket"

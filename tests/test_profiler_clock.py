@@ -159,8 +159,8 @@ def test_a_clock_that_was_never_read_converts_nothing():
 @given(DEVICES, st.integers(0, 12))
 def test_an_even_drift_is_no_jump(device, seconds):
     clock = device.clock(seconds, pings=20)
-    assert Clock().jumped(device.burst(device.began_ns)) is None
-    assert clock.jumped(device.burst(device.began_ns + (seconds + 3) * SECOND)) is None
+    assert Clock().find_jump(device.burst(device.began_ns)) is None
+    assert clock.find_jump(device.burst(device.began_ns + (seconds + 3) * SECOND)) is None
 
 
 @given(st.sampled_from([-(10**18), -(10**7), -15_000, 15_000, 10**7, 10**18]))
@@ -168,7 +168,7 @@ def test_a_jump_is_told_by_its_size(jump_ns):
     device = FakeDevice(offset_ns=10**17, drift_ppb=-30_000)
     clock = device.clock()
     device.offset_ns += jump_ns
-    told = clock.jumped(device.burst(device.began_ns + 11 * SECOND))
+    told = clock.find_jump(device.burst(device.began_ns + 11 * SECOND))
     assert told.startswith("G0: its clock jumped by ")
     jumped_us = float(told.split("by ")[1].split(" us")[0].replace(",", ""))
     assert jumped_us == pytest.approx(jump_ns / 1e3, abs=3)
@@ -177,7 +177,7 @@ def test_a_jump_is_told_by_its_size(jump_ns):
 def test_the_sentence_about_a_jump_says_what_to_discard():
     clock = Clock(device="G1")
     clock.add(ClockReading(at_ns=0, offset_ns=100, error_ns=1_500))
-    told = clock.jumped(ClockReading(at_ns=0, offset_ns=1_000_100, error_ns=1_500))
+    told = clock.find_jump(ClockReading(at_ns=0, offset_ns=1_000_100, error_ns=1_500))
     assert "G1: its clock jumped" in told
 
 

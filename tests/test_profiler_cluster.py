@@ -501,7 +501,7 @@ def test_a_limit_that_a_host_reaches_is_said_with_its_name(monkeypatch):
     with agent_in_thread("h1") as messenger:
         agents, _ = _agents(messenger, silence_s=10)
         with pytest.raises(WorkerLost, match=r"^host h1: open files: the limit"):
-            agents.described("host")
+            agents.describe("host")
 
 
 def test_a_late_answer_is_not_taken_for_the_next_one():

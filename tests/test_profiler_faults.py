@@ -365,7 +365,7 @@ def test_a_second_interruption_costs_the_workers_not_the_pool(monkeypatch):
 def test_an_interrupted_question_costs_the_workers_not_the_pool(monkeypatch):
     with pool_of() as pool:
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(WorkerProcess, "received", lambda *_: interrupt())
+            patch.setattr(WorkerProcess, "receive", lambda *_: interrupt())
             pool.ping()
         assert set(pool.ping()) == {"G0", "G1"}
 

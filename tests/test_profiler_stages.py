@@ -56,7 +56,7 @@ def test_two_pools_are_released_together(pool):
                 two.wait_resident(repeat)
                 # One caller releases both here, so one after the other.
                 stored = [running.release(repeat) for running in (one, two)]
-                found = RunResult.joined({"h0": one.collect(repeat), "h1": two.collect(repeat)})
+                found = RunResult.join({"h0": one.collect(repeat), "h1": two.collect(repeat)})
                 assert set(found.records) == {"h0.G0", "h0.G1", "h1.G0", "h1.G1"}
                 assert set(found.stamps) == set(found.records)
                 starts = [int(rows["start"].min()) for rows in found.records.values()]

@@ -144,25 +144,25 @@ def test_a_quiet_set_stops_at_the_minimum():
     rule = Stopping()
     assert not rule.enough([steady(5), steady(5)])
     assert rule.enough([steady(6), steady(6)])
-    assert rule.reached([steady(6), steady(6)])
+    assert rule.is_reached([steady(6), steady(6)])
 
 
 def test_one_noisy_flow_keeps_the_set_going_until_the_limit():
     noisy = [20.0, 28.0] * 15
     assert not Stopping().enough([steady(29), noisy[:29]])
     assert Stopping().enough([steady(30), noisy])
-    assert not Stopping().reached([steady(30), noisy])
+    assert not Stopping().is_reached([steady(30), noisy])
 
 
 def test_a_set_in_which_a_flow_moved_nothing_does_not_settle():
-    assert not Stopping().reached([steady(6), [0.0] * 6])
-    assert not Stopping().reached([steady(6), [0.0] * 3 + [5.0] * 3])
+    assert not Stopping().is_reached([steady(6), [0.0] * 6])
+    assert not Stopping().is_reached([steady(6), [0.0] * 3 + [5.0] * 3])
 
 
 def test_a_minimum_below_six_waits_for_an_interval_all_the_same():
     assert not Stopping(minimum=2).enough([steady(5)])
     assert Stopping(minimum=2, limit=5).enough([steady(5)])
-    assert not Stopping(minimum=2, limit=5).reached([steady(5)])
+    assert not Stopping(minimum=2, limit=5).is_reached([steady(5)])
 
 
 @given(st.lists(RATES, max_size=40), st.floats(0.001, 0.5))
@@ -170,7 +170,7 @@ def test_no_set_stops_before_the_minimum_or_goes_on_beyond_the_limit(samples, ta
     rule = Stopping(target=target)
     assert not (rule.enough([samples]) and len(samples) < rule.minimum)
     assert rule.enough([samples]) or len(samples) < rule.limit
-    assert rule.enough([samples]) or not rule.reached([samples])
+    assert rule.enough([samples]) or not rule.is_reached([samples])
 
 
 def test_a_stopping_rule_that_cannot_be_met_is_refused():

@@ -427,7 +427,7 @@ class FakeJobs(Ending):
 
     hosts = ("login", "gpu1", "gpu2", "gpu3")
 
-    def described(self, backend, *, interfaces):
+    def describe(self, backend, *, interfaces):
         return {name: Facts(name) for name in self.hosts}
 
     def surroundings(self, *, modules):

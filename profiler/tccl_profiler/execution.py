@@ -62,7 +62,7 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     stamps: Mapping[str, tuple[Stamps, ...]]
 
     @classmethod
-    def joined(cls, results: Mapping[str, RunResult]) -> RunResult:
+    def join(cls, results: Mapping[str, RunResult]) -> RunResult:
         """Return one repeat's result over several hosts, from each host's own."""
         items = results.items()
         return cls(
@@ -262,7 +262,7 @@ class Execution:
         """Hear from every worker that all repeats have run."""
         for worker in self.workers:
             if worker.owes_answer:
-                worker.received(Done, self.timeouts.answer_s)
+                worker.receive(Done, self.timeouts.answer_s)
 
     def abort(self) -> None:
         """Stop all lanes, and hear the answers still owed; raises WorkerLost."""
@@ -270,7 +270,7 @@ class Execution:
         for worker in self.workers:
             if worker.owes_answer:
                 try:
-                    worker.received(Done, self.timeouts.stop_s)
+                    worker.receive(Done, self.timeouts.stop_s)
                 except WorkerLost:
                     raise
                 except MeasurementError:
@@ -343,4 +343,4 @@ class Execution:
         readable = {fd for fd, _ in poller.poll(0)}
         for worker in self.workers:
             if worker.connection.fileno() in readable:
-                worker.received(Done, self.timeouts.answer_s)
+                worker.receive(Done, self.timeouts.answer_s)

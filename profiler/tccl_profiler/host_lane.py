@@ -62,7 +62,7 @@ class HostEnd:
         self.seen = wait.value
         return self.seen + self.ahead > self.done
 
-    def served(self, warm_at: int) -> None:
+    def serve(self, warm_at: int) -> None:
         """Post a slice and count it; the first after the warm-up begins the window."""
         self.done += 1
         if self.post is not None:
@@ -150,9 +150,9 @@ class HostLane(RunningLane):
             # 2. The slice, and then the counters that tell of it.
             self._move(takes, puts)
             if takes:
-                incoming.served(warm_at)
+                incoming.serve(warm_at)
             if puts:
-                outgoing.served(warm_at)
+                outgoing.serve(warm_at)
             self.moved = incoming.done + outgoing.done
             if pace and self.moved % pace.slices == 0:
                 self.stamp(1 + self.moved // pace.slices)

@@ -142,7 +142,7 @@ class LinkEnds(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     ends: Mapping[Link, Endpoint | None] = {}
 
     @classmethod
-    def joined(cls, answers: Iterable[LinkEnds]) -> LinkEnds:
+    def join(cls, answers: Iterable[LinkEnds]) -> LinkEnds:
         """Return the answer to a step from the answers to its shares."""
         return cls(ends=dict(item for answer in answers for item in answer.ends.items()))
 

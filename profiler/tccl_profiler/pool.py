@@ -108,7 +108,7 @@ class Pool:
             arenas: dict[str, tuple[int, ...]] = {}
             for worker in self.workers:
                 device, left_s = worker.spec.device, deadline - time.monotonic()
-                self.started[device], arenas[device] = worker.received(messages.Started, left_s)
+                self.started[device], arenas[device] = worker.receive(messages.Started, left_s)
                 for fd in arenas[device]:
                     opened.callback(os.close, fd)
             self._broken = False
@@ -256,7 +256,7 @@ class Pool:
             worker.ask(requests[worker.spec.device], fds)
         for worker in workers:
             try:
-                answer, _ = worker.received(kind, limit_s + self._timeouts.answer_s)
+                answer, _ = worker.receive(kind, limit_s + self._timeouts.answer_s)
                 answers[worker.spec.device] = answer
             except messages.WorkerLost:
                 raise

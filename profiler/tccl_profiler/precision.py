@@ -189,9 +189,9 @@ class Stopping(msgspec.Struct, frozen=True, kw_only=True):
 
     def enough(self, samples_by_flow: Sequence[Sequence[float]]) -> bool:
         """Return whether the limit or the target is reached."""
-        return len(samples_by_flow[0]) >= self.limit or self.reached(samples_by_flow)
+        return len(samples_by_flow[0]) >= self.limit or self.is_reached(samples_by_flow)
 
-    def reached(self, samples_by_flow: Sequence[Sequence[float]]) -> bool:
+    def is_reached(self, samples_by_flow: Sequence[Sequence[float]]) -> bool:
         """Return whether every flow's interval is narrower than the target."""
         return len(samples_by_flow[0]) >= self.minimum and all(
             relative_width(row) < self.target for row in samples_by_flow

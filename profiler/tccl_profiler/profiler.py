@@ -149,7 +149,7 @@ class Profiler:
             skew_error_us=float(np.median([sample.skew_error_us for sample in samples])),
             overlap=overlap,
             overlap_at_least=overlap < TOGETHER and rates.hides_overlap(program),
-            settled=self.options.stopping.reached(rows),
+            settled=self.options.stopping.is_reached(rows),
             outliers=tuple(sorted({index for row in rows for index in outliers(row)})),
             window_us=window.window_us,
             source=self._source,

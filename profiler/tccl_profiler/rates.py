@@ -320,7 +320,7 @@ class Clock:
 
     def add(self, reading: ClockReading) -> str | None:
         """Add a reading to the fit; begin a new fit, and return a notice, if the clock jumped."""
-        jump = self.jumped(reading)
+        jump = self.find_jump(reading)
         self._readings = (*(() if jump else self._readings), reading)[-KEPT:]
         first = self._readings[0]
         self._times = np.array([float(seen.at_ns - first.at_ns) for seen in self._readings])
@@ -354,7 +354,7 @@ class Clock:
         # At the drift limit, a host's ns is that much longer than a device's; 1 ns is rounding.
         return first.at_ns + round(elapsed), math.ceil(self._error(elapsed) * 1.001) + 1
 
-    def jumped(self, reading: ClockReading) -> str | None:
+    def find_jump(self, reading: ClockReading) -> str | None:
         """Return a notice if a new reading contradicts the fit beyond errors and tolerance."""
         if not self._readings:
             return None

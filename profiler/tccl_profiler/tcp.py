@@ -110,7 +110,7 @@ class TcpLane(RunningLane):
             # Later bytes went out beside lanes that had stopped.
             if time.monotonic_ns() >= stop_at:
                 break
-            end.served(warm_at)
+            end.serve(warm_at)
         yield from self._push(memoryview(_HEADER.pack(self.repeat, 0, number)))
 
     def _receive(self, warm_at: int, stop_at: int) -> Iterator[bool]:
@@ -126,7 +126,7 @@ class TcpLane(RunningLane):
             if self._checks:
                 address = end.data + end.done % end.slices * size
                 self.errors += differing(address, size, end.seed, end.done)
-            end.served(warm_at)
+            end.serve(warm_at)
         spare = memoryview(bytearray(size))
         while (yield from self._announce(number)):
             yield from self._pull(spare)

@@ -52,7 +52,7 @@ class WorkerProcess:
             fault = f"{self.who} has not listened for {self.answer_s:g} s"
             raise messages.WorkerLost(fault) from error
 
-    def received(self, kind: type[Answer], limit_s: float) -> tuple[Answer, tuple[int, ...]]:
+    def receive(self, kind: type[Answer], limit_s: float) -> tuple[Answer, tuple[int, ...]]:
         """Return the answer, of this type, and its descriptors."""
         try:
             message, fds = self.connection.receive(max(0.0, limit_s))

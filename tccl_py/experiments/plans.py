@@ -351,7 +351,7 @@ def _hosts_launcher(plan: Plan, launcher: Launcher) -> Launcher:
     """Return the launcher with the hosts of a plan, which are the MPI job's."""
     jobs, dry_run = rank_jobs(launcher.job), launcher.backend == "host"
     check_hosts(plan, jobs.hosts)
-    facts = jobs.described(launcher.backend, interfaces=plan.settings.socket_ifname)
+    facts = jobs.describe(launcher.backend, interfaces=plan.settings.socket_ifname)
     callers = jobs.surroundings(modules=_NEEDED)
     hosts = []
     for place in plan.hosts:

@@ -212,7 +212,7 @@ class _ClassExplainer:
                 unexplained="the hops of these rings were not all measured alone",
                 sentence="",
             )
-        trouble, findings, related = "", list[Finding](), self._paths.related
+        trouble, findings, related = "", list[Finding](), self._paths.count_shared
         try:
             causes = find_causes(prober, flows, most=most, related=related, label=self._label)
             findings = [self._finding(cause) for cause in causes.causes]

@@ -70,7 +70,7 @@ class Paths:
             self._known[flow.transfers] = tuple(dict.fromkeys(passings))
         return self._known[flow.transfers]
 
-    def related(self, flow: Flow, other: Flow) -> int:
+    def count_shared(self, flow: Flow, other: Flow) -> int:
         """Return the number of parts two flows share; the same direction counts twice."""
         first, second = set(self.passes(flow)), set(self.passes(other))
         parts = {passing.part for passing in first} & {passing.part for passing in second}

@@ -205,7 +205,7 @@ def _machine_words(plan: Plan) -> str:
 def assumed_links(plan: Plan) -> list[str]:
     """Return clauses on the PCIe links that a plan assumes; none where NVLinks join all GPUs."""
     machine, known = plan.machine, plan.knowledge.assumed_links or ()
-    if all(machine.nvlinked(*pair) for pair in permutations(machine.gpu_indices, 2)):
+    if all(machine.has_nvlink(*pair) for pair in permutations(machine.gpu_indices, 2)):
         return []
     links = dict.fromkeys(link_words(gpu.link) for gpu in machine.gpus if gpu.id in known)
     texts = [f"{' and '.join(links)} assumed by the cards' names"] * bool(links)
@@ -220,7 +220,7 @@ def _assumed_words(plan: Plan) -> str:
     texts = assumed_links(plan)
     if known.assumed_p2p(machine):
         pairs = permutations(machine.gpu_indices, 2)
-        have = {known.can_access(machine, *p) for p in pairs if not machine.nvlinked(*p)}
+        have = {known.can_access(machine, *p) for p in pairs if not machine.has_nvlink(*p)}
         why = f" ({known.no_p2p_since})" if known.no_p2p_since else ""
         words = {True: "P2P assumed", False: f"no P2P assumed{why}"}
         texts.append(" and ".join(words[yes] for yes in sorted(have)))

@@ -253,7 +253,7 @@ def _common(machine: Machine, broken: frozenset[Pair], proven: set[Pair]) -> str
 
 def _parts(machine: Machine, pairs: set[Pair]) -> Iterator[tuple[str, set[Pair]]]:
     """Yield the parts of a machine, the smallest first, with the pairs that use each."""
-    pci = {pair for pair in pairs if not machine.nvlinked(*pair)}
+    pci = {pair for pair in pairs if not machine.has_nvlink(*pair)}
     for use, some in (("", pairs), (" over PCIe", pci)):
         for gpu in machine.gpu_indices:
             yield f"GPU {gpu}{use}", {pair for pair in some if gpu in pair}
@@ -320,7 +320,7 @@ def _evidence(
     host: HostState, machine: Machine, pairs: set[Pair]
 ) -> Iterator[tuple[str, set[Pair]]]:
     """Yield what may break P2P here, as a sentence, and the pairs that it concerns."""
-    pci = {pair for pair in pairs if not machine.nvlinked(*pair)}
+    pci = {pair for pair in pairs if not machine.has_nvlink(*pair)}
     ways = {gpu.index: {gpu.bus_id, *host.ports_above(gpu.bus_id)} for gpu in machine.gpus}
     for device, text in device_errors(host).items():
         who = host.gpu_name(device) if device in host.gpus else f"the bridge {device}"

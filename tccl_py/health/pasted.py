@@ -303,7 +303,7 @@ def _limit_links(machine: Machine | None, source: int, target: int, ways: int) -
         return None
     links = [machine.gpu(index).link.gbps for index in (source, target)]
     known = [gbps for gbps in links if gbps]
-    joined = machine.nvlinked(source, target)
+    joined = machine.has_nvlink(source, target)
     return round(ways * min(known), 1) if len(known) == len(links) and not joined else None
 
 
@@ -532,7 +532,7 @@ def _slowest(log: LogReport | None, machine: Machine | None) -> tuple[float, str
     if log is not None and len(log.hosts) > 1:
         return sum(log.nets_gbps.values()), "a host's network"
     pairs = permutations(machine.gpu_indices, 2) if machine else ()
-    if machine is None or all(machine.nvlinked(*pair) for pair in pairs):
+    if machine is None or all(machine.has_nvlink(*pair) for pair in pairs):
         return 0.0, ""
     if log is not None and log.machine is machine and log.uplinks_gbps:
         rank, gbps = min(log.uplinks_gbps.items(), key=lambda item: item[1])

@@ -70,7 +70,7 @@ def prove_host(
         withheld = [
             pair
             for pair in permutations(chosen, 2)
-            if knowledge.can_access(machine, *pair) and not machine.nvlinked(*pair)
+            if knowledge.can_access(machine, *pair) and not machine.has_nvlink(*pair)
         ]
     nccl = installed_nccl()
     say(f"proving the links between {spell(len(chosen), 'GPU')}")

@@ -158,7 +158,7 @@ class Joiner:
         kinds = self.kinds(pieces)
         if kinds.products() <= MAX_PRODUCTS:
             return self._in_all_orders(pieces, kinds)
-        joined = self.join([self.join([pieces[i] for i in part]) for part in kinds.dealt()])
+        joined = self.join([self.join([pieces[i] for i in part]) for part in kinds.deal()])
         return replace(joined, exact=False)
 
     def kinds(self, pieces: Sequence[Piece]) -> Kinds:
@@ -210,7 +210,7 @@ class Kinds:
         """Return the products of a part that has one of `share` equal shares of every kind."""
         return products([-(-count // share) for count in self.counts], self._size)
 
-    def dealt(self) -> list[list[int]]:
+    def deal(self) -> list[list[int]]:
         """Return the pieces in parts: even shares of all kinds, or a few of many different ones."""
         order = list(itertools.chain.from_iterable(self.members))
         if len(order) == len(self.members):

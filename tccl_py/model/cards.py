@@ -117,7 +117,7 @@ def assume_p2p(
     whys = {
         pair: list(_deny_p2p(machine, pair, virtual=virtual))
         for pair in pairs
-        if not machine.nvlinked(*pair)
+        if not machine.has_nvlink(*pair)
     }
     lacking = [pair for pair, why in whys.items() if why]
     some = 0 < len(lacking) < len(whys)

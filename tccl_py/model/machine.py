@@ -205,7 +205,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             chain.append(device)
         return tuple(chain)
 
-    def nvlinked(self, source: int, target: int) -> bool:
+    def has_nvlink(self, source: int, target: int) -> bool:
         """Return whether NVLinks join two GPUs, directly or through a switch."""
         ends = (f"G{source}", f"G{target}")
         linked = {frozenset((link.source, link.target)) for link in self.nvlinks}
@@ -363,7 +363,7 @@ class Knowledge(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         for fact in self.peer_access:
             if (fact.source, fact.target) == (source, target):
                 return fact.supported
-        return self.peer_access_default or machine.nvlinked(source, target)
+        return self.peer_access_default or machine.has_nvlink(source, target)
 
     def may_use(self, machine: Machine, source: int, target: int) -> bool:
         """Return whether a GPU can use another's memory, and plans may use the link."""
@@ -384,7 +384,7 @@ class Knowledge(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Return sentences on pairs of GPUs of which nobody said whether they have P2P, or ()."""
         reported = {(f.source, f.target) for f in self.peer_access if f.provenance != "assumed"}
         pairs = [pair for pair in permutations(machine.gpu_indices, 2) if pair not in reported]
-        access = Counter(self.can_access(machine, *p) for p in pairs if not machine.nvlinked(*p))
+        access = Counter(self.can_access(machine, *p) for p in pairs if not machine.has_nvlink(*p))
         if self.peer_access_provenance != "assumed":
             return ()
         how = "`nvidia-smi topo -p2p r` shows it, `tccl plan --p2p yes|no` sets it"

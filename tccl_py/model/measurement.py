@@ -195,7 +195,7 @@ class JournalHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         same_options = msgspec.structs.replace(header, machine=self.machine, hosts=hosts) == self
         return same_options and header.hosts.items() <= hosts.items()
 
-    def joined(self, more: JournalHeader) -> JournalHeader:
+    def join(self, more: JournalHeader) -> JournalHeader:
         """Return the header of the hosts of both; InputError: a host or the options changed."""
         hosts = dict(sorted({**self.hosts, **more.hosts}.items()))
         header = msgspec.structs.replace(self, machine=",".join(hosts), hosts=hosts)

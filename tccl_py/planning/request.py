@@ -277,7 +277,7 @@ def all_limited(sources: Iterable[Bench], allowance: Allowance) -> Iterator[None
     """Limit new sets of all sources in a block by one allowance."""
     with ExitStack() as stack:
         for source in sources:
-            stack.enter_context(source.limited(allowance))
+            stack.enter_context(source.limit(allowance))
         yield
 
 

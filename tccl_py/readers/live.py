@@ -91,7 +91,7 @@ def machine_of(facts: DriverFacts, files: HostFiles) -> Machine:
     return Machine(
         name=f"{len(facts.gpus)}x-{model}" + ("-and-others" if len(kinds) > 1 else ""),
         numa_nodes=nodes,
-        bridges=tree.built(names),
+        bridges=tree.build(names),
         gpus=tuple(
             Gpu(
                 **pick(gpu, "index", "bus_id", "sm", "name"),

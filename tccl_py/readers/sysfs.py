@@ -193,7 +193,7 @@ class PciTree:
         self.bridges[bus_id] = (above, upper)
         return Attachment(bridge=bus_id, numa_id=above.numa_id, link=link)
 
-    def built(self, numa_names: dict[int, str]) -> tuple[PciBridge, ...]:
+    def build(self, numa_names: dict[int, str]) -> tuple[PciBridge, ...]:
         """Return the bridges; the uppermost hang from the NUMA nodes of these names."""
         names = ("vendor", "device", "subsystem_vendor", "subsystem_device")
         return tuple(

@@ -97,7 +97,7 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
                 node=None if parts else self,
                 title=ring.title + rate,
                 words=ring.description,
-                hops=tuple(hop.moved(layout) for hop in ring.hops),
+                hops=tuple(hop.move(layout) for hop in ring.hops),
             )
             parts.append(part)
         return parts

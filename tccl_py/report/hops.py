@@ -62,7 +62,7 @@ class DrawnHop(msgspec.Struct, frozen=True, kw_only=True):
         mechanism = kind_of(self.flow) if self.flow is not None else self.kind
         return ", ".join(filter(None, (mechanism, self.path)))
 
-    def moved(self, layout: Layout) -> DrawnHop:
+    def move(self, layout: Layout) -> DrawnHop:
         """Return the hop below another drawing of the same devices."""
         return msgspec.structs.replace(self, top=layout.boxes[self.source].bottom)
 

@@ -75,9 +75,9 @@ class Evaluator:
 
     def upper(self, index: HopIndex, hops: Sequence[int]) -> float:
         """Return the raised rate: an upper bound for supersets, GB/s."""
-        return self.raised(self.measurement(index, hops))
+        return self.raise_rate(self.measurement(index, hops))
 
-    def raised(self, measurement: Measurement) -> float:
+    def raise_rate(self, measurement: Measurement) -> float:
         """Return a rate raised by its possible noise, GB/s."""
         return measurement.rate_gbps * (1 + SAFETY * self.relative_error(measurement))
 

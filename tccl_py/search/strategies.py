@@ -299,7 +299,7 @@ def _bound_few(run: Run, few: Mapping[int, Sequence[Sequences]]) -> None:
         own = best.index.text(best.hops) if best is not None else ""
         rivals = (hops for hops in map(chain_hops, sets) if index.text(hops) != own)
         measurements = (run.evaluator.measurement_as_is(index, hops) for hops in rivals)
-        run.bounds[count] = count * max(map(run.evaluator.raised, measurements), default=0.0)
+        run.bounds[count] = count * max(map(run.evaluator.raise_rate, measurements), default=0.0)
 
 
 def _images_agree(run: Run, count: int, sets: Sequence[Sequences]) -> bool:

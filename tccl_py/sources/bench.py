@@ -412,7 +412,7 @@ class Bench:
     # Limits.
 
     @contextmanager
-    def limited(self, allowance: Allowance) -> Iterator[None]:
+    def limit(self, allowance: Allowance) -> Iterator[None]:
         """Limit new sets in a block by an allowance, which other benches may share.
 
         Beyond what is allowed, sets that were not asked for before are refused, and `cut_short`

@@ -27,7 +27,7 @@ def examined_hosts(job: Job, *options: str) -> dict[str, DoctorReport]:
     """Have `tccl doctor` with these options examine the hosts of a job, all at once."""
     from tccl_profiler.cluster.agents import Agents  # noqa: PLC0415
 
-    return Agents(job).examined(*options)
+    return Agents(job).examine(*options)
 
 
 def open_hosts(

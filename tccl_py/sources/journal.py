@@ -219,7 +219,7 @@ def widen_journal(path: Path, header: JournalHeader) -> None:
     """Put a header into a journal's file that holds for the hosts of another header as well.
 
     Raises:
-        InputError: as `JournalHeader.joined`, or the file cannot be read or written.
+        InputError: as `JournalHeader.join`, or the file cannot be read or written.
     """
     earlier = read_journal(path).header
     if earlier.covers(header):
@@ -227,7 +227,7 @@ def widen_journal(path: Path, header: JournalHeader) -> None:
     with reading(path) as old, explain_errors(path, *_UNWRITABLE):
         old.readline(MAX_LINE_BYTES)
         with replacement(path, mode=stat.S_IMODE(path.stat().st_mode)) as new:
-            new.write(encode_line(earlier.joined(header)))
+            new.write(encode_line(earlier.join(header)))
             shutil.copyfileobj(old, new)
 
 

@@ -23,7 +23,7 @@ class LinksProof:
         from tccl_profiler.links import LinksSpec  # noqa: PLC0415 (the profiler is imported late)
 
         places = {gpu: rank for rank, gpu in enumerate(gpus)}
-        linked = [pair for pair in pairs if machine.nvlinked(*pair)]
+        linked = [pair for pair in pairs if machine.has_nvlink(*pair)]
         self._spec = LinksSpec(
             gpus=tuple(gpus),
             bus_ids=tuple(machine.gpu(gpu).bus_id for gpu in gpus),

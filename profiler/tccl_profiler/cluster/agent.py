@@ -376,7 +376,7 @@ def take_step(pool: Pool, step: LinkStep) -> LinkEnds:
     all_workers = step.step == "usable"
     by_worker = step.shares(lambda name: place_named(name).device)
     shares = dict.fromkeys(pool.lanes, step) if all_workers else by_worker
-    return LinkEnds.joined(pool.ask(shares, LinkEnds, step.limit_s).values())
+    return LinkEnds.join(pool.ask(shares, LinkEnds, step.limit_s).values())
 
 
 def set_agent_signals() -> None:

@@ -185,14 +185,14 @@ class Agents:
         for host in hosts:
             self.tell(host, self.number(), say.Abort())
 
-    def described(
+    def describe(
         self, backend: str, *, devices: int | None = None, interfaces: Sequence[str] = ()
     ) -> dict[str, HostFacts]:
         """Return the hosts' facts by name; `interfaces` are their NICs, if not their own."""
         arguments = (backend, devices, tuple(interfaces))
         return self.ask(Agent.describe, dict.fromkeys(self.hosts, arguments))
 
-    def examined(self, *options: str) -> dict[str, DoctorReport]:
+    def examine(self, *options: str) -> dict[str, DoctorReport]:
         """Have `tccl doctor` with these options examine all hosts at once; return what it said."""
         asked = dict.fromkeys(self.hosts, (options,))
         return self.ask(Agent.examine, asked, PROOF_S + _SPARE_S)
@@ -202,7 +202,7 @@ class Agents:
 
         Hosts with fewer than two GPUs have none. `force` also tries P2P that may do harm.
         """
-        reports = self.examined(*["--prove"] * force)
+        reports = self.examine(*["--prove"] * force)
         return {host: report.links for host, report in reports.items() if report.links is not None}
 
     def reading(self, host: str, count: int) -> ClockReading:
@@ -361,7 +361,7 @@ class ClusterPool:
         for step in MAKING:
             shares = LinkStep(step=step, ends=made.ends).shares(lambda name: place_named(name).host)
             arguments = {host: (share,) for host, share in shares.items()}
-            made = LinkEnds.joined(self._agents.ask(Agent.take, arguments).values())
+            made = LinkEnds.join(self._agents.ask(Agent.take, arguments).values())
 
     # One run
 
@@ -395,7 +395,7 @@ class ClusterPool:
         took_ns = self.ahead_ns - earliest_ns
         self.ahead_ns = min(_FURTHEST_NS, max(2 * took_ns + _LITTLE_NS, self.ahead_ns // 2))
         results = [
-            RunResult.joined({host: result.results[repeat] for host, result in ran.items()})
+            RunResult.join({host: result.results[repeat] for host, result in ran.items()})
             for repeat in range(spec.repeats)
         ]
         return results, -earliest_ns > _LATE_SHARE * spec.window_us * 1e3

@@ -68,7 +68,7 @@ class ClusterSession:
     def __enter__(self) -> ClusterSession:
         job = self._job
         self._agents = Agents(job)
-        described = self._agents.described(
+        described = self._agents.describe(
             self._backend, devices=self._device_count, interfaces=self._interfaces
         )
         self.hosts = tuple(
