@@ -349,3 +349,45 @@ def test_damaged_text_gives_a_machine_or_a_sentence(text, edits):
         assert str(error).startswith("topo.txt")
     else:
         assert machine.gpus
+
+
+IBSTAT = """\
+CA 'mlx5_0'
+	CA type: MT4129
+	Port 1:
+		State: Active
+		Rate: 200
+CA 'mlx5_5'
+	Port 1:
+		State: Down
+		Rate: 100
+"""
+IBSTATUS = """\
+Infiniband device 'mlx5_0' port 1 status:
+	state:		 4: ACTIVE
+	rate:		 200 Gb/sec (4X HDR)
+
+Infiniband device 'mlx5_5' port 1 status:
+	rate:		 100 Gb/sec (2X HDR)
+"""
+
+
+@pytest.mark.parametrize("more", ["", IBSTAT, IBSTATUS])
+def test_nics_have_the_rates_that_a_text_tells_or_those_usual_beside_such_gpus(more):
+    text = (CASES / "reports" / "cluster" / "h100_4nic.txt").read_text()
+    machine, knowledge = parse_nvidia_smi(text + more, where="box.txt")
+    rates = {nic.name: nic.speed_mbps // 1000 for nic in machine.nics}
+    told = {"mlx5_0": 200, "mlx5_5": 100} if more else {}
+    assert rates == {**dict.fromkeys(("mlx5_0", "mlx5_1", "mlx5_4", "mlx5_5"), 400), **told}
+    assert all(part.gdr for part in (*machine.nics, *machine.gpus))
+    assumed = next(note for note in knowledge.notes if "400 Gbit/s" in note)
+    assert ("mlx5_0" in assumed) == (not more)
+    assert "mlx5_1" in assumed
+
+
+def test_nics_beside_cards_without_gpu_direct_have_none():
+    text = (CASES / "reports" / "cluster" / "h100_4nic.txt").read_text()
+    text = text.replace("NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 4090")
+    machine, knowledge = parse_nvidia_smi(text, where="box.txt")
+    assert not any(part.gdr for part in (*machine.nics, *machine.gpus))
+    assert any(note.startswith("no GPU Direct") for note in knowledge.notes)

@@ -38,7 +38,7 @@ import msgspec
 
 from tccl_py.errors import InputError, require, spell
 from tccl_py.files import read_text
-from tccl_py.model.cards import GTS, assume_p2p, card_of
+from tccl_py.model.cards import GTS, assume_p2p, card_of, has_gpu_direct
 from tccl_py.model.cluster import shown
 from tccl_py.model.machine import (
     CPU_VENDORS,
@@ -78,6 +78,14 @@ _RULES = frozenset("-:=+| \t")
 _MARKDOWN = str.maketrans("|", " ", "*`")
 _WAY = re.compile(r"topo\s+(?:-p2p|--p2p_query|--p2p)[ =]?([rwnap])\b")
 _DECIDES = "rwp"  # n is of NVLinks, a of atomic operations
+_PORT_RATE = re.compile(
+    r"(?:^|\n)[^\n]*?(?:CA|device) '(\w{1,64})'(?:(?!\n[^\n]*(?:CA|device) ').){0,2000}?"
+    r"\n\s*rate:\s*([0-9]{1,4})\b",
+    re.IGNORECASE | re.DOTALL | re.ASCII,
+)
+"""A NIC and the rate of its first port in Gbit/s, as `ibstat` and `ibstatus` print them."""
+_NIC_RATES = {32.0: 400, 16.0: 200}
+"""Rates of NICs in Gbit/s that people join to GPUs of a PCIe generation, by its GT/s; else 100."""
 _NIC_NAME = re.compile(r"(NIC[0-9]{1,3}): *(\S{1,64})", re.ASCII)
 _TITLES = re.compile(r"(CPU Affinity|NUMA Affinity|GPU NUMA ID)")
 _MATRIX = "`nvidia-smi topo -m`"
@@ -197,7 +205,14 @@ def parse_nvidia_smi(text: str, *, where: str) -> tuple[Machine, Knowledge]:
     cpu, virtual = _cpu(text)
     nics = [row for row in range(len(matrix.labels)) if row not in matrix.gpus]
     links, switches = _nvlinks(matrix)
-    gpus = [_gpu(i, parents[row], seen[i]) for row, i in matrix.gpus.items()]
+    # GPU Direct RDMA is what servers with RDMA NICs are made for.
+    direct = [bool(nics and of.name and has_gpu_direct(of.name)) for of in seen.values()]
+    gpus = [
+        msgspec.structs.replace(_gpu(i, parents[row], seen[i]), gdr=all(direct) and bool(direct))
+        for row, i in matrix.gpus.items()
+    ]
+    rates = {match[1]: int(match[2]) for match in _PORT_RATE.finditer(text)}
+    usual = _NIC_RATES.get(max((gpu.link.speed_gts or 0 for gpu in gpus), default=0), 100)
     labels = [(matrix.labels[row], parents[row]) for row in nics]
     machine = Machine(
         name=Path(where).stem,
@@ -206,12 +221,23 @@ def parse_nvidia_smi(text: str, *, where: str) -> tuple[Machine, Knowledge]:
         gpus=tuple(gpus),
         nics=tuple(
             # Only RDMA devices are listed.
-            Nic(index=index, name=nic_names.get(label, label), parent=parent, port=1)
+            Nic(
+                index=index,
+                name=nic_names.get(label, label),
+                parent=parent,
+                port=1,
+                speed_mbps=1000 * rates.get(nic_names.get(label, label), usual),
+                gdr=gpus[0].gdr,
+            )
             for index, (label, parent) in enumerate(labels)
         ),
         nvswitches=switches,
         nvlinks=links,
     )
+    if untold := [nic.name for nic in machine.nics if nic.name not in rates]:
+        notes.append(f"NICs of {usual} Gbit/s, {', '.join(untold[:4])} (`ibstat` tells the rate)")
+    if machine.nics:
+        notes.append(f"{'' if gpus[0].gdr else 'no '}GPU Direct RDMA, by the cards' names")
     reported = [
         PeerAccess(source=source, target=target, supported=yes, provenance="reported")
         for (source, target), yes in supported.items()
