@@ -678,7 +678,7 @@ def test_a_plans_help_has_at_most_12_options_before_the_advanced_ones():
 
 def test_commands_stand_in_panels_and_no_flag_has_a_metavar():
     text = tccl("--help").stdout
-    assert re.findall("╭─ ([A-Z][a-z]+) ─", text) == ["Options", "Measure", "Plan", "Use", "Trust"]
+    assert re.findall("╭─ ([A-Z][a-z ]+?) ─", text) == ["Options", "Start here", "Look", "Use"]
     assert "<bool>" not in "".join(tccl(name, "--help").stdout for name in NAMES_OF_ALL)
 
 

@@ -35,24 +35,24 @@ from tccl_py.interrupts import INTERRUPTED, RAISE, at_interrupt
 
 COMMANDS = {
     "advise": ("health:advise", "Say in ten lines what to try first on a machine."),
-    "discover": ("machines:discover", "Describe a machine, or list the bundled models."),
-    "measure": ("measure:measure", "Measure how fast transfers are that run at the same time."),
     "plan": ("plan:plan", "Find the best rings for a machine or a cluster, and write the files."),
+    "verify": ("verify:verify", "Run real collectives by each choice of a plan; name the winner."),
+    "install": ("install:install", "Put a verified plan's settings where jobs find them."),
+    "doctor": ("health:doctor", "Look for what hangs or slows NCCL on this host."),
     "show": ("show:show", "Show a plan, what slows it (--why), or how two differ."),
     "report": ("show:report", "Write a plan as one HTML page."),
+    "check": ("health:check", "Compare a machine with its plan's measurements."),
+    "measure": ("measure:measure", "Measure how fast transfers are that run at the same time."),
+    "discover": ("machines:discover", "Describe a machine, or list the bundled models."),
+    "validate": ("machines:validate", "Say what NCCL will do with a graph file."),
     "env": ("env:env", "Print the environment for a job over some GPUs of a plan."),
     "run": ("env:run", "Run a job with the recommended choice of a plan."),
     "workload": ("workload:workload", "Show a job's collectives, from its logs or traces."),
     "export": ("export:export", "Write the files that a runtime reads, elsewhere."),
-    "install": ("install:install", "Put a verified plan's settings where jobs find them."),
     "uninstall": ("install:uninstall", "Take out the lines of `tccl install`."),
-    "doctor": ("health:doctor", "Look for what hangs or slows NCCL on this host."),
-    "verify": ("verify:verify", "Run real collectives by each choice of a plan; name the winner."),
-    "check": ("health:check", "Compare a machine with its plan's measurements."),
-    "validate": ("machines:validate", "Say what NCCL will do with a graph file."),
 }
 """Each command's module and function, and its line in `tccl --help`, in the order listed there."""
-_PANELS = {"advise": "Measure", "plan": "Plan", "env": "Use", "doctor": "Trust"}
+_PANELS = {"advise": "Start here", "doctor": "Look", "env": "Use"}
 """The panels of `tccl --help`, by their first commands."""
 
 _PLACES = frozenset(("DIR", "FILE", "GRAPH.xml", "OTHER", "PATH"))
