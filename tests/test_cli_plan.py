@@ -491,7 +491,9 @@ def test_env_and_the_plugin_give_a_graph_file_to_sets_that_gain_by_it_alone(gain
 
 
 def test_env_without_gpus_is_for_all_of_the_plan(directory):
-    assert done("env", directory).stdout == done("env", directory, "--gpus", "0-3").stdout
+    shown = (done("env", directory, *more).stdout for more in ((), ("--gpus", "0-3")))
+    exports = [[line for line in text.splitlines() if line[0] != "#"] for text in shown]
+    assert exports[0] == exports[1] != []
 
 
 @pytest.mark.parametrize("source", ["env", "env.sh"])
