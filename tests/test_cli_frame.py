@@ -66,6 +66,10 @@ BAD = {
         ("measure", SET, *ON, "--journal"),
         "Option '--journal' requires an argument; see 'tccl measure --help'",
     ),
+    "an option twice": (
+        ("plan", "box", *ON, "--simulate", "amd-v100"),
+        "--simulate: is given twice; give it once",
+    ),
     "empty file": (
         ("discover", "--nccl-topology", TOPOLOGY, "-o", ""),
         "--output: is empty; name a FILE",

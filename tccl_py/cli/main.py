@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
@@ -30,7 +31,7 @@ from tccl_py.cli.process import (
     print_version,
     silence_output,
 )
-from tccl_py.errors import InputError, TcclError, Terminated, limit_reached
+from tccl_py.errors import InputError, TcclError, Terminated, limit_reached, require
 from tccl_py.interrupts import INTERRUPTED, RAISE, at_interrupt
 
 COMMANDS = {
@@ -147,7 +148,7 @@ class _Command(_HelpOption, TyperCommand):
         # In Python a model is given in the place of a machine.
         Speech.options = {"machine": names.get("simulate", "MACHINE"), **names}
         try:
-            values = self.make_parser(ctx).parse_args(args=list(args))[0]
+            values, _, given_params = self.make_parser(ctx).parse_args(args=list(args))
             arguments = super().parse_args(ctx, args)
         except _UsageError as error:
             # typer does not name the command in all of them.
@@ -156,6 +157,10 @@ class _Command(_HelpOption, TyperCommand):
             if programs and "--" not in args and getattr(error, "option_name", None):
                 error.message += "; put -- before the program if it is the program's"
             raise _plain(error, values) from error
+        for param, times in Counter(given_params).items():
+            several = getattr(param, "multiple", False) or getattr(param, "is_flag", False)
+            once = param.param_type_name == "option" and not several
+            require(times < 2 or not once, param.opts[-1], "is given twice", "give it once")
         for param in self.params:
             metavar, given = getattr(param, "metavar", None) or "", values.get(param.name)
             texts = given if isinstance(given, (list, tuple)) else (given,)
