@@ -190,7 +190,7 @@ class FakeHosts:
             if any(map(self._fails, job)):
                 raise MeasurementError("host gpu2: rank 4: ended with code 1; no room")
             for host, task in self.tasks[-1].items():
-                left[host].append(self._left(task))
+                left[host].append(self._leave(task))
         return left
 
     def _leave(self, task):
