@@ -92,7 +92,6 @@ WITHOUT_GPUS = (
     "measure G0->G0->G1",
     "plan -o other",
     "plan -o other --tune",
-    "overlap",
     "verify plan",
 )
 

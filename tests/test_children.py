@@ -69,7 +69,6 @@ def planned(tmp_path_factory):
 GOES_ON = {
     "plan": "out/measurements.jsonl",
     "verify": "tccl-ranks-*/*/result-*",
-    "overlap": "tccl-ranks-*/*/result-*",
 }
 """Files that are there when a command has children that have imported all; it is ended then."""
 
@@ -82,13 +81,12 @@ GOES_ON = {
         MEASURE,
         ("plan", "-o", "OUT", "--backend", "host", "--gpus", "0,1"),
         ("verify", "PLAN", "--backend", "host", "--sizes", "4K", "--no-checks"),
-        ("overlap", "--backend", "gloo", "--repeats", "1", "--messages", "1", "--size", "1"),
     ],
     ids=lambda words: words[0],
 )
 def test_no_file_of_the_current_directory_runs(trap, planned, tmp_path, words):
     folder, said = trap
-    if words[0] in ("verify", "overlap"):
+    if words[0] == "verify":
         needs("torch")
     started = subprocess.Popen(
         console(*({"PLAN": planned, "OUT": tmp_path / "out"}.get(one, one) for one in words)),

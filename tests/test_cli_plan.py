@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import chain
 
 import msgspec
 import pytest
@@ -425,16 +426,19 @@ def test_a_signal_leaves_the_best_so_far_and_a_journal_that_is_gone_on_from(tmp_
 
 @pytest.mark.parametrize(
     "other",
-    [("--noise", "0.1"), ("--noise", "0.05", "--seed", "4"), ("--simulate", PCIE)],
+    [{"--noise": "0.1"}, {"--seed": "4"}, {"--simulate": PCIE}],
 )
 def test_a_journal_of_another_machine_noise_or_seed_is_refused(other, tmp_path, monkeypatch):
-    command = ("plan", "-o", tmp_path, "--simulate", SMALL, "--noise", "0.05", "--seed", "3")
-    command += ("--rings", "1,2,4")
+    given = {"--simulate": SMALL, "--noise": "0.05", "--seed": "3", "--rings": "1,2,4"}
+
+    def plan(options):
+        return tccl("plan", "-o", tmp_path, *chain.from_iterable(options.items()))
+
     with monkeypatch.context() as patched:
         patched.setattr("tccl_py.cli.plan.ProgressLine", Impatient)
-        assert tccl(*command).exit_code == 130
+        assert plan(given).exit_code == 130
     before = (tmp_path / "measurements.jsonl").read_bytes()
-    result = tccl(*command, *other)
+    result = plan(given | other)
     assert (result.exit_code, result.stdout) == (2, "")
     assert "machine h200x4-vm" in result.stderr
     assert "journal or output directory" in result.stderr
