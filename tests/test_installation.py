@@ -473,6 +473,15 @@ def test_a_plan_that_keeps_default_nccl_has_nothing_to_install(tmp_path):
     assert everything(tmp_path) == before
     said = tccl("env", directory, "--gpus", "0,1").stdout
     assert "# default NCCL for GPUs 0,1: nothing to set" in said
+    # What another plan had installed is replaced.
+    (other := tmp_path / "other").mkdir()
+    write_plan(plan_of("amd-v100"), other)
+    conf = tmp_path / "conf"
+    assert tccl("install", other, "--force", "--conf", conf).exit_code == 0
+    assert "NCCL_P2P_LEVEL=SYS" in conf.read_text()
+    result = tccl("install", directory, "--force", "--conf", conf)
+    assert result.exit_code == 0, result.stderr
+    assert "NCCL_P2P_LEVEL" not in conf.read_text()
 
 
 def tccl(*words):

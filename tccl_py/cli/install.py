@@ -13,7 +13,7 @@ from tccl_py.cli.process import notice
 from tccl_py.delivery.job import JobRequest, gives_nothing
 from tccl_py.delivery.plugin import PLUGIN_VARIABLE
 from tccl_py.errors import InputError
-from tccl_py.nccl_conf import CONF_VARIABLE, HOST_FILE, user_file
+from tccl_py.nccl_conf import CONF_VARIABLE, HOST_FILE, settings_of_files, user_file
 
 if TYPE_CHECKING:
     from tccl_py.installation.blocks import Change
@@ -62,11 +62,12 @@ def install(
         request = replace(request, choice=found.chosen)
         notice(f"for {found.name} alone, other jobs may lose: {communication_line(found)}")
     plan, delivery = accept(directory, request, newer_nccl=newer_nccl, say=notice)
-    if gives_nothing(plan, directory, delivery):
-        notice(f"{directory} keeps default NCCL: nothing to install, start jobs as usual")
-        return
     own = user_file(planned=delivery.settings.version)
     path = conf or own
+    earlier = any(line.installed for line in settings_of_files({}, files=[path]).values())
+    if gives_nothing(plan, directory, delivery) and not earlier:
+        notice(f"{directory} keeps default NCCL: nothing to install, start jobs as usual")
+        return
     change = put(delivery, path, dry_run=dry_run)
     verb = "make" if change.before is None else "change"
     past = "made" if change.before is None else "changed"
