@@ -60,13 +60,13 @@ def bare_options(text: str) -> set[str]:
     return {one for one in re.findall(OPTION, alone) if one.startswith("--")}
 
 
-OF_SERVERS = "--disable-custom-all-reduce"
-"""An option of vLLM and SGLang."""
+OF_SERVERS = {"--disable-custom-all-reduce", "--enable-symm-mem"}
+"""Options of vLLM and SGLang."""
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_commands_and_options_in_texts_exist(path):
-    known = {"--version", OF_SERVERS}.union(*OPTIONS.values())
+    known = {"--version", *OF_SERVERS}.union(*OPTIONS.values())
     for text in texts(path):
         for name, options in advised(text):
             if f"`tccl {name}" in text:
