@@ -60,7 +60,7 @@ def measure(namespaces, *sets):  # noqa: F811
 def measured(namespaces):  # noqa: F811
     """Sets over all hosts, by one command."""
     needs_idle_cores()
-    with unless_busy():
+    with unless_busy(workers=4):
         return measure(namespaces, ALONE, ACROSS, SHARED, BESIDE, TWO_LINKS, GPUS)
 
 
@@ -71,7 +71,7 @@ def has(entry, *rates):
 
 
 def test_a_link_has_the_rate_that_it_is_shaped_to(measured):
-    with unless_busy():
+    with unless_busy(workers=4):
         has(measured[ALONE], FAST)
         has(measured[ACROSS], SLOW)
 
@@ -80,14 +80,14 @@ def test_hosts_behind_one_uplink_share_it(measured):
     together = measured[SHARED]
     # They take turns, and medians of what they have do not add up to what there is.
     within = 2 * TOLERANCE + max(together["spread"])
-    with unless_busy():
+    with unless_busy(workers=4):
         assert together["total_gbps"] == pytest.approx(SLOW, rel=within)
         assert max(together["gbps"]) < 0.8 * SLOW
         has(measured[BESIDE], FAST, FAST)
 
 
 def test_a_host_with_two_links_has_both(measured):
-    with unless_busy():
+    with unless_busy(workers=4):
         has(measured[TWO_LINKS], FAST, SLOW, FAST)
 
 
@@ -108,14 +108,14 @@ def test_hosts_start_together_by_clocks_that_are_apart(measured, namespaces):  #
 def test_most_starts_are_not_delayed(measured):
     for entry in (measured[ALONE], measured[ACROSS]):
         error = entry["skew_error_us"]
-        with unless_busy():
+        with unless_busy(workers=4):
             assert error < 10 * SKEW_US
             assert entry["skew_us"] <= SKEW_US + error
 
 
 def test_several_ranks_on_a_host_wait_for_its_agent(namespaces):  # noqa: F811
     words = (*MEASURE, "--target", "0.1", "--json", ALONE)
-    with unless_busy():
+    with unless_busy(workers=4):
         ran = namespaces.run(*words, hosts=("h0", "h1"), ranks=4)
         assert ran.code == 0, ran.stderr
     assert len(json.loads(ran.stdout)) == 1

@@ -32,7 +32,7 @@ def planned(namespaces, tmp_path_factory):
     folder = tmp_path_factory.mktemp("plan") / "plan"
     ends = [end for a, x, b, y in CABLES for end in ((a, x), (b, y))]
     before = [namespaces.received(*end) for end in ends]
-    with unless_busy():
+    with unless_busy(workers=4):
         ran = namespaces.run(*PLAN, "-o", str(folder), hosts=GIVEN, timeout_s=240)
         assert ran.code == 0, ran.stderr
     after = [namespaces.received(*end) for end in ends]
@@ -55,7 +55,7 @@ def test_the_rings_go_along_the_cables_that_the_subnets_tell(planned):
 def test_chains_are_measured_over_the_cables_of_the_plan_at_their_rate(planned):
     told, plan, received, _ = planned
     # A ring that passed a cable twice in one direction would have half of it.
-    with unless_busy():
+    with unless_busy(workers=4):
         assert told["rate_gbps"] == near(LINK_GBPS * PAYLOAD)
         assert plan.whole_ring_gbps == near(LINK_GBPS * PAYLOAD)
     # The whole ring passes each cable once, in one direction.

@@ -60,7 +60,7 @@ def planned(namespaces, tmp_path_factory):
     # One chain is possible in a host: more sets would be the same again.
     command = ["plan", "-o", str(folder / "plan"), *FEW, "--rings", "1", "--max-sets", "1"]
     command += ["--switches", str(switches), "--json"]
-    with unless_busy():
+    with unless_busy(workers=4):
         ran = namespaces.run(*command, hosts=GIVEN, timeout_s=240)
         assert ran.code == 0, ran.stderr
     return json.loads(ran.stdout), folder / "plan"
@@ -72,7 +72,7 @@ def test_the_order_found_is_the_best_of_all_orders_on_the_shaped_network(planned
     assert not told["simulated"]
     assert sorted(told["hosts"]) == sorted(GIVEN)
     # The uplink's rate was not told: pairs of hosts across it were measured.
-    with unless_busy():
+    with unless_busy(workers=4):
         assert shaped_rate(told["hosts"]) == best > shaped_rate(GIVEN)
         assert told["rate_gbps"] == near(best)
     assert any("the uplink of switch rack-" in notice for notice in told["notices"])
@@ -106,7 +106,7 @@ def test_the_plan_is_explained_and_checked_on_its_hosts(planned, namespaces):
     plan = load_plan(directory)
     refused = namespaces.start("check", str(directory), hosts=GIVEN[:2])
     words = ("show", "--why", str(directory), "--json", "--max-sets", "8")
-    with unless_busy():
+    with unless_busy(workers=4):
         ran = namespaces.run(*words, hosts=GIVEN)
         assert ran.code == 0, ran.stderr
     found = json.loads(ran.stdout)
@@ -135,7 +135,7 @@ def test_every_pair_gets_what_the_shaped_network_leaves_and_nothing_is_measured(
         assert not job.simulated
         beside = len({RACKS[host] for host in pair}) == 1
         expected = LINK_GBPS * PAYLOAD if beside else shaped_rate(pair)
-        with unless_busy():
+        with unless_busy(workers=4):
             assert job.rate_gbps == near(expected)
     assert (directory / "measurements.jsonl").read_bytes() == before
 
@@ -160,7 +160,7 @@ def grown(planned, namespaces, tmp_path_factory):
     shutil.copytree(before, after)
     with namespaces.other_rates({"h3": SLOW_GBPS}, uplink_gbps=4 * LINK_GBPS):
         command = ["plan", str(after), *FEW, "--rings", "1", "--max-sets", "1"]
-        with unless_busy():
+        with unless_busy(workers=4):
             ran = namespaces.run(*command, hosts=("h1", "h2", "h3"), timeout_s=240)
             assert ran.code == 0, ran.stderr
     return before, after
@@ -171,7 +171,7 @@ def test_an_equal_host_is_sampled_and_a_slow_one_gets_a_class_of_its_own(grown):
     plan = load_plan(after)
     assert plan.cluster.names == ("h0", "h1", "h2", "h3")
     classes = plan.cluster.host_classes
-    with unless_busy():
+    with unless_busy(workers=4):
         assert classes["h0"] == classes["h1"] == classes["h2"] != classes["h3"]
         assert any("samples: h2" in notice for notice in plan.notices)
         assert any(notice.startswith("host h3: ") and "slower" in notice for notice in plan.notices)
@@ -188,7 +188,7 @@ def test_every_pair_of_the_grown_plan_gets_what_its_links_have(grown, tmp_path):
         place = tmp_path / "-".join(pair)
         done("export", after, "--hosts", ",".join(pair), "-o", place)
         slowest = SLOW_GBPS if "h3" in pair else LINK_GBPS
-        with unless_busy():
+        with unless_busy(workers=4):
             assert load_plan(place).rate_gbps == near(slowest * PAYLOAD)
 
 

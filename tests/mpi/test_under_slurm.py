@@ -46,7 +46,7 @@ def tccl_processes():
 
 
 def test_sets_over_nodes_are_measured_and_one_rank_answers(pmix):
-    with unless_busy():
+    with unless_busy(workers=4):
         ran = pmix.run(*ONE_EACH, "--mpi=pmix", "tccl", "measure", *HOST, "--json", " ".join(FLOW))
         assert ran.code == 0, ran.stderr
     (entry,) = json.loads(ran.stdout)
