@@ -77,6 +77,7 @@ def planned(cluster, seed, **more):
 )
 # Both classes promise the same: the order of classes may not decide which settings are tried.
 @example([(3, 1), (1, 1), (3, 1)], 2, "any")
+@example([(2, 1), (3, 1), (2, 1)], 1, "any")
 def test_every_pair_of_hosts_gets_what_a_fresh_plan_of_the_pair_has(kinds, seed, rails):
     whole = cluster_with(kinds, rails)
     _, tables = planned(whole, seed)

@@ -38,7 +38,7 @@ from tccl_py.planning.host_rings import ClusterRings, RingSearch
 from tccl_py.planning.request import PlanRequest
 from tccl_py.planning.study import SIMPLE_ORDER, JoinedRings, assemble_plan
 
-CANDIDATES = 6
+CANDIDATES = 12
 """Choices of settings that are merged over all classes, the most promising first, and the most
 promising one of each number of rings."""
 
