@@ -23,6 +23,7 @@ from tccl_py.plan.directory import files_of
 from tccl_py.plan.host_files import host_graph_file
 from tccl_py.plan.machine_files import part_file, placement
 from tccl_py.plan.plan import Plan
+from tccl_py.plan.results import Tuning
 from tccl_py.plan.staging import check_files
 from tccl_py.readers.hosts import NODE_NAME
 from tccl_py.readers.live import driver_facts
@@ -161,7 +162,7 @@ def deliver(plan: Plan, directory: Path, request: JobRequest, *, say: Say) -> De
 def gives_nothing(plan: Plan, directory: Path, delivery: Delivery) -> bool:
     """Return whether what a host's jobs get is default NCCL, with and without the plugin."""
     own = environment(delivery.settings)
-    tuned = (directory / "tuning.json").exists()
+    tuned = (directory / Tuning.FILE).exists()
     return not (own or tuned or files_of(plan).sets or delivery.settings.shm_placement)
 
 

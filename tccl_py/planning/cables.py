@@ -213,7 +213,7 @@ def _doubtful_ports(cluster: Cluster) -> Iterator[str]:
     """
     joined, halves = [], []
     used = {(host, nic) for host, nic, _ in cabled_nics(cluster.cables)}
-    for end in (end for cable in cluster.cables for end in cable.ends):
+    for end in chain.from_iterable(cable.ends for cable in cluster.cables):
         nics = cluster.classes[cluster.host_classes[end.host]].machine.nics
         names = {nic.index: f"{nic.name} of {end.host}" for nic in nics}
         ports = {nic.index: nic.bus_id.partition(":")[2] for nic in nics if nic.bus_id}
