@@ -1,0 +1,160 @@
+"""Transcripts of commands: what is typed, what it prints, and its exit code.
+
+In tests/transcripts/NAME.txt, of the command NAME:
+
+    ;; words for the reader
+    $ tccl COMMAND ...   # jobs: variables 1.3
+    what it prints on standard output
+    ! what it prints on standard error
+    [exit 2]
+
+Lines of `tccl` run in this process, others in a shell, which makes files; both in a folder of
+their own that has `cases` and `plans` of the project, and recorded hosts in `recorded`.
+NAME=VALUE before `tccl` sets a variable. `> FILE` at the end takes what is printed; plans of one
+command line are made once. `# jobs:` has how fast the stand-ins of jobs are by each choice, in
+parts of default NCCL. Seconds that passed are written as N.
+"""
+
+import json
+import os
+import pwd
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+from typer.testing import CliRunner
+
+from tccl_py.cli.main import app
+from tccl_py.experiments import plans
+from tests.recorded_hosts import RECORDED, recorded
+from tests.verified import FakeJobs, by_plan
+
+ROOT = Path(__file__).parents[1]
+PAGES = ROOT / "tests" / "transcripts"
+HERE = "/here"
+_SET = re.compile(r"[A-Z][A-Z0-9_]*=.*")
+_KEPT = tempfile.TemporaryDirectory(prefix="t", dir="/tmp")
+_MADE: dict[tuple[str, ...], Path] = {}
+_TAKEN = re.compile(
+    r'(compared in |rounds, .* in |"seconds": |(?:duration|timestamp)_seconds{.*} )[0-9.e-]+'
+)
+_WHOLE = {"break_long_words": False, "break_on_hyphens": False}
+
+
+@contextmanager
+def folder():
+    """A folder for commands, with a path as long as any other's, so that lines break alike."""
+    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as place:
+        for path in (ROOT / "tests/cases", ROOT / "plans"):
+            (Path(place) / path.name).symlink_to(path)
+        for host in RECORDED.glob("*.txt"):
+            recorded(host.stem, Path(place) / "recorded" / host.stem)
+        yield Path(place)
+
+
+def run_again(text, place, monkeypatch):
+    """The transcript with what its commands print now."""
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(pwd, "getpwuid", lambda _: SimpleNamespace(pw_dir=str(place)))
+    for name in ("gethostname", "getfqdn"):
+        monkeypatch.setattr(socket, name, lambda: "login")
+    written = []
+    for line in text.splitlines():
+        if line.startswith("$ "):
+            with monkeypatch.context() as patched:
+                printed = _run(line.removeprefix("$ "), patched)
+            written += [line, *printed.replace(str(place), HERE).splitlines()]
+        elif line.startswith(";;") or not line:
+            written += [line] if line or written[-1:] != [""] else []
+    return "\n".join(written).rstrip() + "\n"
+
+
+def _run(line, monkeypatch):
+    if " tccl " not in f" {line}":
+        done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=False)
+        return _shown(done.stdout, done.stderr, done.returncode)
+    command, _, speeds = line.partition("# jobs:")
+    words = shlex.split(command)
+    while _SET.fullmatch(words[0]):
+        monkeypatch.setenv(*words.pop(0).split("=", 1))
+    _stand_in(speeds, monkeypatch)
+    file = words.pop() if words[-2:-1] == [">"] else None
+    words = words[:-1] if file else words
+    if words[1:2] == ["run"]:
+        return _shown(*_run_apart(words[1:]))
+    if file and words[1] == "plan" and (made := _MADE.get(tuple(words[3:]))):
+        shutil.copytree(made, words[2])
+        return ""
+    result = CliRunner().invoke(app, words[1:], prog_name="tccl")
+    if file:
+        Path(file).write_text(result.stdout)
+    if file and words[1] == "plan":
+        _MADE[tuple(words[3:])] = shutil.copytree(words[2], Path(_KEPT.name) / str(len(_MADE)))
+    return _shown("" if file else result.stdout, result.stderr, result.exit_code)
+
+
+def _stand_in(speeds, monkeypatch):
+    """Let jobs be stand-ins, this much faster than default NCCL by a choice's name."""
+    words = speeds.replace(",", " ").split()
+    ratio = dict(zip(words[::2], map(float, words[1::2]), strict=True))
+    seconds = by_plan(
+        lambda _: ratio.get("graph", 1.0), variables=lambda _: ratio.get("variables", 1.0)
+    )
+    jobs = FakeJobs(seconds, noise=0.001)
+    monkeypatch.setattr(plans, "LocalRunner", lambda server: jobs)
+    monkeypatch.setattr(plans, "check_torch", lambda: None)
+
+
+def _run_apart(words):
+    """What a command prints in a child, since another program takes its place."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        if not (pid := os.fork()):
+            os.dup2(out.fileno(), 1)
+            os.dup2(err.fileno(), 2)
+            sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
+            try:
+                app(words, prog_name="tccl")
+            except SystemExit as ended:
+                sys.stdout.flush()
+                os._exit(ended.code or 0)
+            os._exit(70)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        texts = [file.seek(0) or file.read() for file in (out, err)]
+    return *texts, code
+
+
+def _shown(out, err, code):
+    if out.startswith(("{", "[")):
+        out = _in_few_lines(json.loads(out))
+    lines = [line.rstrip() for line in out.splitlines()]
+    lines += [f"! {line}".rstrip() for line in err.splitlines()]
+    lines += [f"[exit {code}]"] * bool(code)
+    return _TAKEN.sub(r"\1N", "\n".join(lines))
+
+
+def _in_few_lines(value, indent=1):
+    """JSON in few lines; of lists of objects the first two."""
+    text = json.dumps(value, ensure_ascii=False)
+    nested = isinstance(value, list | dict) and any(
+        isinstance(one, list | dict) and one
+        for one in (value.values() if isinstance(value, dict) else value)
+    )
+    if len(text) + indent <= 100 or not nested:
+        return textwrap.fill(text, 100, subsequent_indent=" " * indent, **_WHOLE)
+    if isinstance(value, dict):
+        rows = [f'"{name}": {_in_few_lines(one, indent + 1)}' for name, one in value.items()]
+    else:
+        rows = [_in_few_lines(one, indent + 1) for one in value]
+        if isinstance(value[0], dict) and len(rows) > 3:
+            rows[2:] = [f"... {len(rows)} in all"]
+    first, last = "{}" if isinstance(value, dict) else "[]"
+    lines = ",\n".join(" " * indent + row for row in rows)
+    return f"{first}\n{lines}\n{' ' * (indent - 1)}{last}"
