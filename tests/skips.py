@@ -31,6 +31,7 @@ SAID = (
     "needs 3 GPUs",
     "needs real GPUs: virtual ones share one",
     r"needs several hosts of virtual GPUs \(.*",
+    "needs virtual GPUs with a fault",
     r"NCCL \S+ is not here: TCCL_TEST_NCCL names a folder of releases",
     r"NCCL \(.*\) has no environment plugins",
     "test_size_tuning_on_gpus.py does it on two",

@@ -3,6 +3,7 @@
 import ctypes
 import json
 import threading
+import time
 from itertools import permutations
 from types import SimpleNamespace
 
@@ -18,10 +19,9 @@ from tccl_py.files import encode_json
 from tccl_py.health import proving
 from tccl_py.health.host import DriverState, HostState
 from tccl_py.model.links import JobProof, PairProof
-from tccl_py.nccl import proof as jobs_of_nccl
 from tccl_py.nccl import values
 from tccl_py.nccl.communicators import CommunicatorLog, CommunicatorsSpec, RankResult
-from tccl_py.nccl.proof import AskedJob, run_jobs
+from tccl_py.nccl.proof import AskedJob, JobsProof
 from tccl_py.nccl.values import RankProof, prove_values
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.results import ProvenLinks
@@ -189,7 +189,7 @@ def test_a_collective_that_does_not_end_is_a_hang_by_name(driver, monkeypatch):
 
 
 # Jobs of NCCL, each of which may fail by itself.
-def test_a_jobs_verdict_is_its_worst_ranks_and_its_rate_the_slowest_ones(monkeypatch):
+def test_a_jobs_verdict_is_its_worst_ranks_and_its_rate_the_slowest_ones():
     seen = {
         (): [RankProof(verdict="sound"), RankProof(verdict="hangs", what="all-reduce ...")],
         ("1",): [
@@ -208,18 +208,18 @@ def test_a_jobs_verdict_is_its_worst_ranks_and_its_rate_the_slowest_ones(monkeyp
             results = (RankResult(version="2.28.9", logs={0: one}) for one in logs)
             yield RankOutput(results=tuple(map(encode_json, results)), log="")
 
-    monkeypatch.setattr(jobs_of_nccl, "run_each", lambda tasks: list(run(tasks)))
-    control, default = run_jobs((0, 1), [(CONTROL, True), ({}, True)])
+    proof = JobsProof((0, 1), [(CONTROL, True), ({}, True)])
+    control, default = proof.results(list(run(proof.tasks)), 0.0)
     assert (default.proof.verdict, default.answer) == ("hangs", None)
     assert (control.proof.verdict, control.proof.seconds) == ("sound", 3.0)
     assert control.proof.gbps == pytest.approx([(64 << 20) / 2e9] * 2)
 
 
-def test_a_job_that_crashes_says_so_and_the_others_have_their_verdicts(monkeypatch):
+def test_a_job_that_crashes_says_so_and_the_others_have_their_verdicts():
     crash = RanksError([1], "was killed by signal 11", "")
     late = RanksError([0], "did not end within 60 s", "", late=True)
-    monkeypatch.setattr(jobs_of_nccl, "run_each", lambda _: [crash, late, late])
-    first, second, asked = run_jobs((0, 1), [({}, True), (CONTROL, True), ({"A": "1"}, False)])
+    proof = JobsProof((0, 1), [({}, True), (CONTROL, True), ({"A": "1"}, False)])
+    first, second, asked = proof.results([crash, late, late], time.time())
     assert (first.proof.verdict, second.proof.verdict) == ("fails", "hangs")
     assert asked.proof is None and asked.answer is None and asked.why
 
@@ -333,6 +333,31 @@ def test_a_plan_of_broken_links_has_what_runs_and_keeps_the_proof(box, tmp_path)
         (min(1, gpu), max(1, gpu)) for gpu in GPUS if gpu != 1
     }
     assert load_plan(place).choices["default"].fails is not None
+
+
+@pytest.mark.parametrize(("alone", "verdict"), [(9.0, "sound"), (4.0, "slower than host memory")])
+def test_what_looks_slower_beside_kernels_is_judged_by_jobs_that_run_alone(
+    box, monkeypatch, alone, verdict
+):
+    def gathered(*_, **options):
+        box.runs += 1
+        rates = {"NCCL_P2P_DISABLE": 5.0, "": alone if options["alone"] else 4.0}
+        jobs = [
+            AskedJob(
+                environment=of,
+                proof=JobProof(
+                    environment=of,
+                    verdict="sound",
+                    seconds=1.0,
+                    gbps=(rates["".join(of)], rates["".join(of)] * 1.01) * 5,
+                ),
+            )
+            for of in (CONTROL, {})
+        ]
+        return Evidence(pairs=evidence().pairs, jobs=tuple(jobs))
+
+    monkeypatch.setattr(proving, "gather_evidence", gathered)
+    assert (proving.prove_host().links.verdict, box.runs) == (verdict, 2)
 
 
 def test_where_nccl_fails_without_p2p_too_nothing_is_planned(box, tmp_path):

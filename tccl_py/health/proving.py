@@ -75,15 +75,19 @@ def prove_host(
     nccl = installed_nccl()
     say(f"proving the links between {spell(len(chosen), 'GPU')}")
     version = nccl.minor if nccl else None
-    evidence = gather_evidence(place, chosen, version, withheld, measures=plans)
-    proof = judge_links(
-        evidence.pairs,
-        [job.proof for job in evidence.jobs if job.proof is not None],
-        machine,
-        host=host,
-        unable=evidence.unable,
-        withheld=withheld,
-    )
+    # What looks slower beside the kernels of the proof is looked at once more without them.
+    for alone in (False, True):
+        evidence = gather_evidence(place, chosen, version, withheld, measures=plans, alone=alone)
+        proof = judge_links(
+            evidence.pairs,
+            [job.proof for job in evidence.jobs if job.proof is not None],
+            machine,
+            host=host,
+            unable=evidence.unable,
+            withheld=withheld,
+        )
+        if proof.verdict != "slower than host memory":
+            break
     if proof.verdict == "inconclusive":
         # No choice that enables P2P beyond default NCCL's own.
         proof = structs.replace(proof, facts=(*proof.facts, *_beyond_default(place, chosen, proof)))

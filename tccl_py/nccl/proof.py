@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import get_args
 
@@ -22,7 +21,7 @@ from tccl_py.nccl.communicators import Question
 from tccl_py.nccl.values import SIZES, RankProof
 from tccl_py.rank_processes.forkserver import remove_unused_segments
 from tccl_py.rank_processes.rank import JobSlot
-from tccl_py.rank_processes.tasks import RankOutput, RanksError, run_each
+from tccl_py.rank_processes.tasks import RankOutput, RanksError, Task
 
 
 class AskedJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,43 +36,54 @@ class AskedJob(msgspec.Struct, frozen=True, kw_only=True):
     """Why there is no answer."""
 
 
-def run_jobs(
-    gpus: Sequence[int],
-    environments: Sequence[tuple[Mapping[str, str], bool]],
-    *,
-    sizes: tuple[int, ...] = (),
-) -> list[AskedJob]:
-    """Run jobs of the installed NCCL over GPUs at the same time, each of which may fail by itself.
+class JobsProof:
+    """Jobs of the installed NCCL over GPUs at the same time, each of which may fail by itself."""
 
-    Args:
-        gpus: in rank order.
-        environments: NCCL's variables of each job, and whether its values are compared. Those with
-            compared values take turns in this order, and the control comes first: others may hang.
-        sizes: bytes of messages for which the job without variables tells NCCL's choices.
-    """
-    slots = iter(range(len(environments)))
-    count = sum(compares for _, compares in environments)
-    questions = [
-        Question(
-            gpus=tuple(gpus),
-            sizes=() if variables else sizes,
-            proof=JobSlot(number=next(slots), jobs=count, ranks=len(gpus)) if compares else None,
-        )
-        for variables, compares in environments
-    ]
-    tasks = [
-        job_task(rank_environment(variables, connect=True), [question])
-        for (variables, _), question in zip(environments, questions, strict=True)
-    ]
-    begun = time.time()
-    outputs = run_each(tasks)
-    jobs = [
-        _job(dict(variables), question, output)
-        for (variables, _), question, output in zip(environments, questions, outputs, strict=True)
-    ]
-    if any(job.proof is not None and job.proof.verdict == "fails" for job in jobs):
-        remove_unused_segments(begun)
-    return jobs
+    def __init__(
+        self,
+        gpus: Sequence[int],
+        environments: Sequence[tuple[Mapping[str, str], bool]],
+        *,
+        sizes: tuple[int, ...] = (),
+    ) -> None:
+        """Take the jobs.
+
+        Args:
+            gpus: in rank order.
+            environments: NCCL's variables of each job, and whether its values are compared. Those
+                with compared values take turns in this order, and the control comes first: others
+                may hang.
+            sizes: bytes of messages for which the job without variables tells NCCL's choices.
+        """
+        slots = iter(range(len(environments)))
+        count = sum(compares for _, compares in environments)
+        self._environments = [dict(variables) for variables, _ in environments]
+        self._questions = [
+            Question(
+                gpus=tuple(gpus),
+                sizes=() if variables else sizes,
+                proof=JobSlot(number=next(slots), jobs=count, ranks=len(gpus))
+                if compares
+                else None,
+            )
+            for variables, compares in environments
+        ]
+
+    @property
+    def tasks(self) -> list[Task]:
+        """The task of each job's ranks. They use the first time slots of those run together."""
+        return [
+            job_task(rank_environment(variables, connect=True), [question])
+            for variables, question in zip(self._environments, self._questions, strict=True)
+        ]
+
+    def results(self, outputs: Sequence[RankOutput | RanksError], begun: float) -> list[AskedJob]:
+        """Return what each job showed; remove what jobs that failed since `begun` left behind."""
+        told = zip(self._environments, self._questions, outputs, strict=True)
+        jobs = [_job(variables, question, output) for variables, question, output in told]
+        if any(job.proof is not None and job.proof.verdict == "fails" for job in jobs):
+            remove_unused_segments(begun)
+        return jobs
 
 
 def _job(

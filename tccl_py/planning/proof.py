@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping, Sequence
 from itertools import permutations
 
@@ -9,7 +10,7 @@ import msgspec
 
 from tccl_py.model.links import PairProof
 from tccl_py.nccl.asked import MOST_RANKS
-from tccl_py.nccl.proof import AskedJob, run_jobs
+from tccl_py.nccl.proof import AskedJob, JobsProof
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.transport import TRANSPORTS, candidates, pair_mechanism
 from tccl_py.nccl.view import view
@@ -43,6 +44,7 @@ def gather_evidence(
     withheld: Collection[tuple[int, int]] = (),
     *,
     measures: bool = False,
+    alone: bool = False,
 ) -> Evidence:
     """Prove the links between GPUs of this host, each part in processes that are ended.
 
@@ -52,6 +54,7 @@ def gather_evidence(
         version: of the NCCL here as rules have it; None: there is none.
         withheld: ordered pairs that are not tried, nor any job of NCCL that would use them.
         measures: whether kernels are needed afterwards, too (InputError: cupy is missing).
+        alone: no job of NCCL runs beside the kernels, which may slow it.
 
     Kernels prove each granted pair by itself. Jobs of NCCL compare values: the control without P2P
     first, then what the farthest level adds, then default NCCL. The same jobs, and one for each
@@ -68,26 +71,38 @@ def gather_evidence(
         if knowledge.can_access(machine, *pair) and pair not in withheld
     ]
     notices = []
-    # 1. Kernels, which ranks of NCCL would disturb.
-    pairs: tuple[PairProof, ...] = ()
+    kernels: LinksProof | None = None
     if granted and (why := why_no_kernels()):
         notices.append(f"pairs of GPUs were not proven by kernels: {why}")
     elif granted:
-        proof = LinksProof(machine, gpus, granted)
-        (output,) = run_each([proof.task])
-        pairs, error = proof.results(output)
-        if error:
-            notices.append(f"the proof by kernels ended early: {error}")
-    # 2. Jobs of NCCL, all at once where several processes may use a GPU.
-    jobs: list[AskedJob] = []
+        kernels = LinksProof(machine, gpus, granted)
+    jobs: list[JobsProof] = []
+    shared = several_processes_may_use(gpus)
     if why := "none was found here" if version is None else why_no_default():
         notices.append(f"NCCL was not run: {why}")
     else:
         wanted = _environments(place, gpus, version or "", withheld)
-        most = max(1, MOST_RANKS // len(gpus)) if several_processes_may_use(gpus) else 1
-        for at in range(0, len(wanted), most):
-            jobs += run_jobs(gpus, wanted[at : at + most], sizes=SIZES)
-    return Evidence(pairs=pairs, jobs=tuple(jobs), notices=tuple(notices))
+        # Beside the kernels' ranks.
+        most = max(1, MOST_RANKS // len(gpus) - 1) if shared else 1
+        parts = [wanted[at : at + most] for at in range(0, len(wanted), most)]
+        jobs = [JobsProof(gpus, part, sizes=SIZES) for part in parts]
+    # 1. Kernels prove pairs while NCCL starts, where several processes may use a GPU.
+    pairs: tuple[PairProof, ...] = ()
+    answers: list[AskedJob] = []
+    begun = time.time()
+    if kernels is not None:
+        beside = jobs[:1] if shared and not alone else []
+        tasks = [task for part in beside for task in part.tasks]
+        *outputs, output = run_each([*tasks, kernels.task])
+        pairs, error = kernels.results(output)
+        if error:
+            notices.append(f"the proof by kernels ended early: {error}")
+        answers += [job for part in beside for job in part.results(outputs, begun)]
+        jobs = jobs[len(beside) :]
+    # 2. The other jobs of NCCL.
+    for part in jobs:
+        answers += part.results(run_each(part.tasks), begun)
+    return Evidence(pairs=pairs, jobs=tuple(answers), notices=tuple(notices))
 
 
 def _environments(
