@@ -21,10 +21,10 @@ from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.versions import ASSUMED
 from tccl_py.nccl.view import view
-from tccl_py.planning.choices import rated_choices
+from tccl_py.planning.choices import rate_own
 from tccl_py.planning.planner import FEW_RING_COUNTS, RING_COUNTS, make_plan
 from tccl_py.planning.request import DEFAULT_BUDGET, Task
-from tccl_py.planning.study import DefaultRings
+from tccl_py.planning.study import Candidate
 from tccl_py.search.problem import Budget, SearchProblem, count_ring_sets
 from tccl_py.search.strategies import find_rings
 from tccl_py.simulator.descriptions import load_bundled
@@ -99,7 +99,7 @@ class MachineRuns:
     def rows(self) -> Iterator[Entry]:
         """Yield the rows of this machine as they are ready."""
         default = self._default()
-        mark = "assumed" if default.measurement.assumed else "simulated"
+        mark = "assumed" if default.assumed else "simulated"
         rings, rate = f"{len(default.rings.rings)}", default.rate_gbps
         yield self._row(strategy="default", rings=rings, rate=rate, sets=1, note=mark)
         yield self._plan()
@@ -113,7 +113,7 @@ class MachineRuns:
     def _row(self, **facts: object) -> Entry:
         return msgspec.convert({"machine": self.name, "gpus": len(self.gpus), **facts}, Entry)
 
-    def _default(self) -> DefaultRings:
+    def _default(self) -> Candidate:
         task = Task(
             machine=self.model.machine,
             knowledge=self.model.knowledge,
@@ -124,8 +124,8 @@ class MachineRuns:
             strategy="best-first",
             budget=DEFAULT_BUDGET,
         )
-        rated = rated_choices(task)
-        return rated.default or rated.variables
+        own = rate_own(task).own
+        return own.get("default", own["variables"])
 
     def _plan(self) -> Entry:
         source = Bench(Simulator(self.model))
@@ -143,7 +143,7 @@ class MachineRuns:
             note=f"{plan.gain('graph'):.2f} x default" + (", assumed" if plan.assumed else ""),
         )
 
-    def _tccl(self, default: DefaultRings) -> Entry:
+    def _tccl(self, default: Candidate) -> Entry:
         # With 16 GPUs `tccl` reaches no ring in a minute: among equally fast prefixes, a priority
         # queue of measured prefixes is nearly a breadth-first search.
         if self.few:
@@ -151,9 +151,7 @@ class MachineRuns:
         states = count_ring_sets(self._problem((1,), default, Budget()).spaces[1], 1)
         return self._row(strategy="tccl", rings="1", note=f"skipped: {states} states")
 
-    def _problem(
-        self, counts: Sequence[int], default: DefaultRings, budget: Budget
-    ) -> SearchProblem:
+    def _problem(self, counts: Sequence[int], default: Candidate, budget: Budget) -> SearchProblem:
         machine, knowledge = self.model.machine, self.model.knowledge
         return SearchProblem(
             spaces={
@@ -167,7 +165,7 @@ class MachineRuns:
         )
 
     def _search(
-        self, strategy: str, counts: Sequence[int], default: DefaultRings, budget: Budget
+        self, strategy: str, counts: Sequence[int], default: Candidate, budget: Budget
     ) -> Entry:
         row = {"strategy": strategy, "rings": _text(counts)}
         began, cpu = time.monotonic(), time.process_time()

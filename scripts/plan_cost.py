@@ -52,7 +52,7 @@ MACHINES = ("h200x4-vm", "asus-esc8000a-e13p")
 MOST_SECONDS = {4: 20.0, 8: 60.0}
 """Seconds that a plan of so many GPUs may take."""
 SAMPLES = 9
-PHASES = {"rated_choices": "default NCCL, variables", "subset_rings": "rings of smaller sets"}
+PHASES = {"rate_own": "default NCCL, variables", "subset_rings": "rings of smaller sets"}
 PHASES |= {"_rate": "gains of smaller sets", "_by_variables": "gains of smaller sets"}
 PHASES |= {"limit_gbps": "the machine's limit"}
 SEARCH = "search under settings"

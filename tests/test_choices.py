@@ -20,7 +20,7 @@ from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.view import view
 from tccl_py.plan.chains import AS_GOOD, CHOICES, FailingPair, Failure, condense
 from tccl_py.plan.text import summary
-from tccl_py.planning.choices import own_gbps, rated_choices
+from tccl_py.planning.choices import own_gbps, rate_own
 from tccl_py.planning.handle import load_plan
 from tccl_py.planning.planner import make_plan
 from tccl_py.planning.request import Task
@@ -249,7 +249,7 @@ def test_the_variables_are_the_fewest_of_those_within_a_percent_of_the_best(rate
         gpus=model.machine.gpu_indices,
         version="2.30",
     )
-    default = rated_choices(task, lambda task, default: iter(())).default
+    default = rate_own(task, lambda task, default: iter(())).own["default"]
     kinds = [
         {},
         {"p2p_level": "SYS"},
@@ -265,7 +265,7 @@ def test_the_variables_are_the_fewest_of_those_within_a_percent_of_the_best(rate
         )
         for rate, _ in rates
     ]
-    found = rated_choices(task, lambda task, default: iter(made)).variables
+    found = rate_own(task, lambda task, default: iter(made)).own["variables"]
     tried = [default, *made]
     most = max(one.rate_gbps for one in tried)
     near = [one for one in tried if one.rate_gbps * 1.01 >= most]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tccl_py.model.machine import Knowledge, NvLink
 from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.plan.chains import condense
-from tccl_py.planning.choices import SettingsSearch, as_graph, mechanisms, rated_choices
+from tccl_py.planning.choices import as_graph, mechanisms, rate_own
 from tccl_py.planning.request import Task, rings_under
 from tccl_py.planning.study import CAREFUL, bare_copies, measured_well, search_under
 from tccl_py.search.problem import Budget
@@ -53,12 +53,11 @@ def task_for(name, *, source=None, version="2.30", counts=(1, 2)):
 
 
 def searched(task, sets=200, *, interrupted_at=None):
-    own = rated_choices(task)
+    search = rate_own(task)
     if interrupted_at is not None:
         task.source.left = interrupted_at
-    search = SettingsSearch(task, own)
     search.run(sets=sets)
-    return own.variables, search
+    return search.own["variables"], search
 
 
 @pytest.mark.parametrize("name", FOUR_GPUS)
@@ -115,16 +114,15 @@ def test_an_interrupted_search_measures_no_more():
 
 @pytest.mark.parametrize("at", [2, 5, 12])
 def test_an_interruption_among_variables_keeps_the_best_so_far(at):
-    own = rated_choices(task_for(PCIE, source=Interrupted(Simulator(load_bundled(PCIE)), at)))
-    assert own.cancelled
-    assert own.variables.rate_gbps >= own.default.rate_gbps > 0
+    search = rate_own(task_for(PCIE, source=Interrupted(Simulator(load_bundled(PCIE)), at)))
+    assert search.cancelled
+    assert search.own["variables"].rate_gbps >= search.own["default"].rate_gbps > 0
 
 
 @pytest.mark.parametrize("name", SEVERAL_GPUS)
 def test_choices_without_a_graph_file_run_the_rings_that_nccl_picks(name):
     task = task_for(name)
-    rated = rated_choices(task)
-    for own in (rated.variables, rated.default or rated.variables):
+    for own in rate_own(task).own.values():
         assert own.measurement.simulated
         assert {one.gpus for one in own.rings.rings} <= {
             tuple(ring[(i + ring.index(min(ring))) % len(ring)] for i in range(len(ring)))

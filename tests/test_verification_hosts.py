@@ -57,7 +57,7 @@ def test_nccls_own_log_of_two_nodes_without_files_differs_by_nics_alone():
     plan = recorded_plan()
     found = rings_in_log(plan, graphs_of(plan), recorded(), environment(plan.settings))
     assert found.found == found.expected == ((0, 1),) * 4
-    # DefaultRings NCCL swaps the NICs of the second node, and the plan does not.
+    # Default NCCL swaps the NICs of the second node, and the plan does not.
     assert found.differences == (
         "channel 0, rank 0 -> 1: by N0 and N1, planned was from N0 to N0",
         "channel 0, rank 1 -> 0: by N0 and N1, planned was from N0 to N0",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 
@@ -11,7 +12,7 @@ from tccl_py.errors import BudgetSpentError, InputError, MeasurementError, Searc
 from tccl_py.files import pick
 from tccl_py.model.cluster import NodeClass
 from tccl_py.model.machine import Machine, Nic
-from tccl_py.model.measurement import Measurement, deal_out
+from tccl_py.model.measurement import Measurement
 from tccl_py.model.rings import HopSpace, RingSet
 from tccl_py.model.symmetry import Symmetry, automorphisms
 from tccl_py.nccl.graph_search import DefaultChoice, default_choice, default_choice_or_sys
@@ -30,15 +31,17 @@ from tccl_py.nccl.network import (
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import NcclView
 from tccl_py.plan.tables import ClassRates, DefaultChains, KeptChains, KeptTable, Most, NicPairs
-from tccl_py.planning.choices import WORTH, SettingsSearch, interval, rate_default, rated_choices
+from tccl_py.planning.choices import WORTH, rate_default, rate_own
 from tccl_py.planning.request import Rings, Task, rings_under
 from tccl_py.planning.study import (
     Candidate,
-    DefaultRings,
     answer_under,
     candidate_of,
     condensed_rings,
+    hop_rates,
+    interval,
     measured_well,
+    not_below,
     search_under,
 )
 from tccl_py.search.problem import SearchResult, SetRule
@@ -172,23 +175,22 @@ class ClassStudy(ClassRates):
     def _explore(self, node_class: str) -> KeptTable:
         """Search over settings; return a table without the answers, which are `_searched`."""
         task = self.task
-        rated = rated_choices(task, needed_variables)
-        default, variables = rated.default, rated.variables
+        search = rate_own(task, needed_variables)
+        default, variables = search.own.get("default"), search.own["variables"]
         if task.sound is not None:
             (variables,) = needed_variables(task, default)
         space = task.space(variables.settings, 1)
-        sets = [set_ for n in task.ring_counts for set_ in initial_chains(space, task.nics, n)]
-        search = SettingsSearch(task, rated, sets)
-        search.run(sets=task.budget.sets or 1)
-        self.cancelled = search.cancelled
+        known = [set_ for n in task.ring_counts for set_ in initial_chains(space, task.nics, n)]
+        search.run(sets=task.budget.sets or 1, known=known)
+        self.cancelled, results = search.cancelled, search.results
         choices: list[Candidate] = [search.best, *search.searched, variables]
-        if not self.cancelled:
-            choices += self._gdr_choices(search.best)
+        for settings, result in () if self.cancelled else self._search_gdr(search.best):
+            results.append(result)
+            choices.append(candidate_of(settings, result))
         self._searched = sorted(choices, key=lambda choice: -choice.rate_gbps)
-        results = [choice.result for choice in self._searched if choice.result is not None]
         self.sets_by_symmetry = sum(result.sets_by_symmetry for result in results)
         # Half of the budget at least is left for chains shared by all classes.
-        for result in {id(result): result for result in results}.values():
+        for result in results:
             self._spend(result)
         if task.budget.sets is not None:
             self._left = max(self._left or 0, task.budget.sets // 2)
@@ -200,7 +202,7 @@ class ClassStudy(ClassRates):
             dry_run=task.source.dry_run,
             default_settings=task.default_settings,
             rated_default=_default_chains(variables),
-            default=rated.note if default is None else _default_chains(default),
+            default=search.note if default is None else _default_chains(default),
             railed=self._rate_railed(variables.settings) if task.railed else None,
             notices=tuple(dict.fromkeys(note for result in results for note in result.notices)),
         )
@@ -214,15 +216,14 @@ class ClassStudy(ClassRates):
             )
         return None
 
-    def _gdr_choices(self, best: Candidate) -> list[Candidate]:
-        """The best chains with other NIC buffer placements."""
+    def _search_gdr(self, best: Candidate) -> Iterator[tuple[Settings, SearchResult]]:
+        """Search for the best chains with other NIC buffer placements."""
         rings, floor = [best.rings.rings], best.rate_gbps * (1 + WORTH)
-        variants = gdr_variants(self.task.view(best.settings), nics=self.task.nics)
-        searched = (
-            (gdr, search_under(self.task, gdr, known=rings, floor=floor, sets=self._few_sets))
-            for gdr in variants
-        )
-        return [candidate_of(settings, result) for settings, result in searched if result]
+        for gdr in gdr_variants(self.task.view(best.settings), nics=self.task.nics):
+            sets = self._few_sets
+            result = search_under(self.task, gdr, known=rings, floor=floor, sets=sets)
+            if result is not None:
+                yield gdr, result
 
     def _spend(self, result: SearchResult) -> None:
         # What the journal answers counts as well: a resumed run goes the same way.
@@ -241,10 +242,17 @@ class ClassStudy(ClassRates):
 
     def _best_of(self, choice: Candidate, *, chosen: bool = False) -> KeptChains:
         """Return the best chains under their settings."""
-        measurement = self.task.source.measure([choice.rings.flows])[0]
-        best = self._rated_chains(choice.settings, choice.rings, measurement)
-        marks = pick(choice, "rate_gbps", "bound_gbps", "bound_assumptions")
-        return msgspec.structs.replace(best, **marks, best=True, chosen=chosen)
+        (measurement,) = self.task.source.measure([choice.rings.flows])
+        return self._rated_chains(
+            choice.settings,
+            choice.rings,
+            measurement,
+            rate_gbps=choice.rate_gbps,
+            bound_gbps=not_below(choice.bound_gbps, choice.rate_gbps),
+            bound_assumptions=choice.bound_assumptions,
+            best=True,
+            chosen=chosen,
+        )
 
     def best_under(self, settings: Settings, count: int) -> KeptChains | None:
         """Return the best set of so many chains, searched for where it is not known."""
@@ -301,10 +309,9 @@ class ClassStudy(ClassRates):
         if rings is not None:
             with suppress(BudgetSpentError):
                 measurement = measured_well(self.task.source, rings)
-                rated = self._rated_chains(settings, rings, measurement)
                 # Between two NICs there is one chain over one GPU.
-                bound = rated.rate_gbps if len(self.task.gpus) == 1 else bound
-                rated = msgspec.structs.replace(rated, bound_gbps=bound)
+                bound = rings.rate(measurement) if len(self.task.gpus) == 1 else bound
+                rated = self._rated_chains(settings, rings, measurement, bound_gbps=bound)
         self._between[key] = rated
         return rated
 
@@ -350,10 +357,9 @@ class ClassStudy(ClassRates):
         return result.rings, None if result.assumptions else result.bound_gbps
 
     def _rated_chains(
-        self, settings: Settings, rings: RingSet, measurement: Measurement
+        self, settings: Settings, rings: RingSet, measurement: Measurement, **marks: Any
     ) -> KeptChains:
         """Return measured chains by the table's numbers of settings and hops."""
-        rates = deal_out(measurement.transfers.flows, measurement.gbps)
         return KeptChains(
             under=self._settings.setdefault(settings, len(self._settings)),
             pairs=tuple(sorted(nic_pair(c.hops) for c in rings.rings if c.hops[0].source == WORLD)),
@@ -361,14 +367,14 @@ class ClassStudy(ClassRates):
                 tuple(self._hops.setdefault(hop, len(self._hops)) for hop in chain.hops)
                 for chain in rings.rings
             ),
-            gbps=tuple(tuple(rates[hop.flow].pop() for hop in chain.hops) for chain in rings.rings),
-            rate_gbps=rings.rate(measurement),
+            gbps=tuple(hop_rates(rings, measurement)),
             error=interval(measurement),
             assumed=measurement.assumed,
+            **{"rate_gbps": rings.rate(measurement), **marks},
         )
 
 
-def needed_variables(task: Task, default: DefaultRings | None) -> Iterator[DefaultRings]:
+def needed_variables(task: Task, default: Candidate | None) -> Iterator[Candidate]:
     """Yield NCCL's own chains under the variables without which they have no rate, if any."""
     if isinstance(task, HostTask) and task.sound is not None:
         yield rate_default(task, task.sound, task.own_choice(task.sound), well=True)
@@ -384,11 +390,9 @@ def needed_variables(task: Task, default: DefaultRings | None) -> Iterator[Defau
         yield rate_default(task, alone, usual, well=True)
 
 
-def _default_chains(default: DefaultRings) -> DefaultChains:
+def _default_chains(own: Candidate) -> DefaultChains:
     return DefaultChains(
-        **pick(default, "settings", "rate_gbps"),
-        **pick(default.nccl, "chains", "cross_nic", "fallback"),
-        distinct=len(default.rings.rings),
-        error=interval(default.measurement),
-        assumed=default.measurement.assumed,
+        **pick(own, "settings", "rate_gbps", "error", "assumed"),
+        **pick(own.nccl, "chains", "cross_nic", "fallback"),
+        distinct=own.ring_count,
     )

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from math import inf
+from typing import Any, cast
 
 import msgspec
 
 from tccl_py.errors import MeasurementError, SearchError
-from tccl_py.model.measurement import Measurement
+from tccl_py.files import pick
 from tccl_py.nccl.graph_search import DefaultChoice
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.transport import candidates, chunk_bytes, values_of
 from tccl_py.nccl.versions import version_facts
-from tccl_py.plan.chains import AS_GOOD, prefer, why_unsound
+from tccl_py.plan.chains import AS_GOOD, ChoiceName, prefer, why_unsound
 from tccl_py.planning.request import Rings, Task, of_transports, rings_under
 from tccl_py.planning.study import (
     SIMPLE_ORDER,
     Candidate,
-    DefaultRings,
     candidate_of,
     condensed_rings,
     measured_well,
+    rate_rings,
     search_under,
 )
+from tccl_py.search.problem import SearchResult
 
 BASE_CHANNELS = 8
 """Channels under which mechanisms are compared first; the number is settled afterwards."""
@@ -39,35 +41,56 @@ WORTH = AS_GOOD
 """Settings farther from NCCL's defaults must promise this much more (relative)."""
 WORTH_ALL = 0.05
 """The same where jobs that are not known shall have them: more channels slow send/recv too."""
+_NO_BOUND: Mapping[str, Any] = {"bound_gbps": None, "bound_assumptions": ()}
 
 
 class SettingsSearch:
-    """The search over settings from NCCL's own choices; its results outlive an interruption.
+    """The search over settings: NCCL's own rings, as `rate_own` has them, then graph files.
 
-    `best` is the best choice, `searched` all settings searched, `cancelled` tells of an
-    interruption. Ring sets `known` are tried under every choice of settings, and default NCCL's.
+    Its results outlive an interruption: `best` is the best choice, `searched` all settings
+    searched, and `results` of what searches.
     """
 
-    def __init__(self, task: Task, rated: Rated, known: Sequence[Rings] = ()) -> None:
-        self.best: Candidate = as_graph(rated.variables)
+    def __init__(
+        self, task: Task, own: Mapping[ChoiceName, Candidate], note: str = "", *, cancelled: bool
+    ) -> None:
+        self.own = own
+        """The choices without a graph file, but default NCCL where it has no rate."""
+        self.note = note
+        """Why default NCCL has no rate, or what is special about it."""
+        self.cancelled = cancelled
+        """Whether an interruption ended the search."""
+        self.best = as_graph(own["variables"])
         self.searched: list[Candidate] = []
-        self.cancelled = rated.cancelled
+        self.results: list[SearchResult] = []
         self._task = task
-        self._known = [self.best.rings.rings, *known]
-        if rated.default is not None and rated.default is not rated.variables:
-            self._known.insert(1, rated.default.rings.rings)
+        # Each ring set is tried under every choice of settings.
+        self._known: list[Rings] = [self.best.rings.rings]
 
-    def run(self, *, sets: int, allow: Callable[[float], None] = lambda _: None) -> None:
+    def run(
+        self,
+        *,
+        sets: int,
+        known: Sequence[Rings] = (),
+        allow: Callable[[float], None] = lambda _: None,
+    ) -> None:
         """Find the best settings with their rings; KeyboardInterrupt ends it with the best so far.
 
         1. Compare mechanisms under a fixed number of channels, and search the most promising one
-           next, by the best rings known so far. Each search may spend half of the `sets` left, and
+           next, by the best rings known so far. Each search may spend half of the sets left, and
            gives up as soon as it cannot beat the best. Its rings are tried under all other
            mechanisms.
         2. Settle channels and FIFO size for the rings of each search.
 
-        `allow` sets a share of the plan's budget, of which a part is left to each step.
+        Args:
+            sets: the limit of measured sets.
+            known: ring sets to try beside NCCL's own.
+            allow: sets a share of the plan's budget, of which a part is left to each step.
         """
+        default = self.own.get("default")
+        if default is not None and default is not self.own["variables"]:
+            self._known.append(default.rings.rings)
+        self._known += known
         try:
             remaining = 0
             if not self.cancelled:
@@ -92,34 +115,35 @@ class SettingsSearch:
                 continue
             # What the journal answers counts as well: a resumed run goes the same way.
             remaining -= result.sets_measured + result.sets_remembered
-            self.cancelled = result.cancelled
-            self._note(candidate_of(settings, result))
+            choice = self._note(settings, result)
+            tuned = choice if self.cancelled else _tune(task, choice)
+            self.searched.append(tuned)
+            self._known.append(tuned.rings.rings)
+            if tuned.rate_gbps > self.best.rate_gbps * (1 + WORTH):
+                self.best = tuned
         return remaining
 
-    def _note(self, choice: Candidate) -> None:
-        tuned = choice if self.cancelled else _tune(self._task, choice)
-        self.searched.append(tuned)
-        self._known.append(tuned.rings.rings)
-        if tuned.rate_gbps > self.best.rate_gbps * (1 + WORTH):
-            self.best = tuned
+    def _note(self, settings: Settings, result: SearchResult) -> Candidate:
+        self.results.append(result)
+        self.cancelled = result.cancelled
+        return candidate_of(settings, result)
 
     def _settle(self, sets: int) -> None:
         """Search under exactly the chosen settings, for a bound that holds for them."""
         best = self.best
-        settings, rings = best.settings, [best.rings.rings]
+        rings = [best.rings.rings]
         result = search_under(
-            self._task, settings, known=rings, floor=0.0, sets=sets, check_bound=True
+            self._task, best.settings, known=rings, floor=0.0, sets=sets, check_bound=True
         )
         if result is None:
             return
-        self.cancelled = result.cancelled
-        if result.rate_gbps > best.rate_gbps * (1 + WORTH):
-            self.best = candidate_of(settings, result)
-        else:
-            # NCCL's own rings may be another number than any that was searched.
-            counted = len(best.rings.rings) in self._task.ring_counts
-            searched = settings if counted else None
-            self.best = msgspec.structs.replace(best, result=result, searched=searched)
+        choice = self._note(best.settings, result)
+        # NCCL's own rings may be another number than any that was searched.
+        if choice.rate_gbps <= best.rate_gbps * (1 + WORTH):
+            counted = best.ring_count in self._task.ring_counts
+            bound = pick(choice, "bound_gbps", "bound_assumptions") if counted else _NO_BOUND
+            choice = msgspec.structs.replace(best, **bound)
+        self.best = choice
 
 
 def mechanisms(task: Task) -> tuple[Settings, ...]:
@@ -180,10 +204,9 @@ def _channel_counts(task: Task) -> tuple[int, ...]:
 def _tune(task: Task, choice: Candidate) -> Candidate:
     """Return the same rings with the best channels and FIFO size, fewest and largest first."""
     distinct = condensed_rings(choice.rings.rings)
-    bounces = any(hop.flow.is_bounce for ring in choice.rings.rings for hop in ring.hops)
     best = choice
     for channels in (count for count in _channel_counts(task) if count % len(distinct) == 0):
-        for size in BUFFSIZES if bounces else BUFFSIZES[:1]:
+        for size in BUFFSIZES if choice.bounces else BUFFSIZES[:1]:
             settings = msgspec.structs.replace(choice.settings, channels=channels, buffsize=size)
             rings = rings_under(task, settings, distinct)
             try:
@@ -191,11 +214,11 @@ def _tune(task: Task, choice: Candidate) -> Candidate:
             except MeasurementError:
                 # Many channels of large FIFOs may be more than hardware has room for.
                 continue
-            tried = msgspec.structs.replace(
-                choice, settings=settings, rings=rings, rate_gbps=rings.rate(measurement)
-            )
+            bound = pick(choice, *_NO_BOUND) if settings == choice.settings else _NO_BOUND
+            rate = rings.rate(measurement)
+            tried = Candidate(settings=settings, rings=rings, rate_gbps=rate, **bound)
             costs = [
-                (len(option.orders), option.settings.channels, -option.settings.buffsize)
+                (option.ring_count, option.settings.channels, -option.settings.buffsize)
                 for option in (tried, best)
             ]
             if prefer(tried.rate_gbps, best.rate_gbps, less=costs[0] < costs[1]):
@@ -214,31 +237,23 @@ FINALISTS = 2
 """Mechanisms for which numbers of channels and FIFO sizes are tried."""
 
 
-class Rated(msgspec.Struct, frozen=True, kw_only=True):
-    """The choices without a graph file: NCCL's own rings, measured.
-
-    Default NCCL is None where it has no rate; `note` says why, or what is special about it.
-    `large_buffers` are the best variables that leave the chunks of send/recv as they are, where
-    `variables` do not and these gain; see `chunk_bytes`.
-    """
-
-    default: DefaultRings | None
-    note: str
-    variables: DefaultRings
-    large_buffers: DefaultRings | None = None
-    cancelled: bool = False
-
-
-Variables = Callable[[Task, DefaultRings | None], Iterable[DefaultRings]]
+Variables = Callable[[Task, Candidate | None], Iterable[Candidate]]
 """Yields NCCL's own rings under environment variables, where default NCCL is rated so."""
 
 
-def rated_choices(task: Task, variables: Variables | None = None) -> Rated:
+def rate_own(task: Task, variables: Variables | None = None) -> SettingsSearch:
     """Rate default NCCL, and the best of NCCL under environment variables alone.
 
-    KeyboardInterrupt ends the search with the best so far, if anything is rated. Raises
-    SearchError: no setting gives every hop a mechanism that can be rated. MeasurementError: the
-    source cannot measure a needed set.
+    Return the search over settings that goes on from them. "large-buffers" are the best variables
+    that leave the chunks of send/recv as they are, where "variables" do not and these gain.
+
+    Args:
+        task: the input of planning.
+        variables: yields what is compared with default NCCL; None is `by_mechanisms`.
+
+    KeyboardInterrupt ends it with the best so far, if anything is rated. Raises SearchError: no
+    setting gives every hop a mechanism that can be rated. MeasurementError: the source cannot
+    measure a needed set.
     """
     settings = task.default_settings
     if task.own_rings is not None:
@@ -263,16 +278,16 @@ def rated_choices(task: Task, variables: Variables | None = None) -> Rated:
     # Between hosts NCCL has buffers of other sizes as well.
     large = None if task.nics else _large_buffers(task, best, default, tried)
     if best is not default and not cancelled:
-        best = _rated_well(task, best)
-        large = None if large is None else _rated_well(task, large)
-    return Rated(
-        default=default, note=note, variables=best, large_buffers=large, cancelled=cancelled
-    )
+        best = _rate_well(task, best)
+        large = None if large is None else _rate_well(task, large)
+    rated = {"default": default, "large-buffers": large, "variables": best}
+    own = {name: choice for name, choice in rated.items() if choice is not None}
+    return SettingsSearch(task, cast(dict[ChoiceName, Candidate], own), note, cancelled=cancelled)
 
 
 def _large_buffers(
-    task: Task, best: DefaultRings, default: DefaultRings | None, tried: Sequence[DefaultRings]
-) -> DefaultRings | None:
+    task: Task, best: Candidate, default: Candidate | None, tried: Sequence[Candidate]
+) -> Candidate | None:
     """Return the best variables that keep default NCCL's chunks, if `best` does not; or None.
 
     Where links keep default NCCL from a rate, they are the fewest variables.
@@ -282,7 +297,7 @@ def _large_buffers(
         return None if few.settings == best.settings else few
     chunk = chunk_bytes(task.view(default.settings))
 
-    def keeps_chunks(choice: DefaultRings) -> bool:
+    def keeps_chunks(choice: Candidate) -> bool:
         return chunk_bytes(task.view(choice.settings)) >= chunk
 
     if keeps_chunks(best):
@@ -291,34 +306,28 @@ def _large_buffers(
     return None if large is default else large
 
 
-def _smallest(tried: Sequence[DefaultRings], worth: float = WORTH) -> DefaultRings:
+def _smallest(tried: Sequence[Candidate], worth: float = WORTH) -> Candidate:
     """Return of the choices within `worth` of the best the one with fewest variables, channels."""
     most = max(choice.rate_gbps for choice in tried)
     return min((choice for choice in tried if choice.rate_gbps * (1 + worth) >= most), key=_cost)
 
 
-def _fewest(tried: Sequence[DefaultRings]) -> DefaultRings:
+def _fewest(tried: Sequence[Candidate]) -> Candidate:
     """Return of the choices with the fewest variables the fastest."""
     return min(tried, key=lambda choice: (_cost(choice)[0], -choice.rate_gbps))
 
 
-def _cost(choice: DefaultRings) -> tuple[int, int]:
-    settings = choice.settings
-    return len(environment(settings)), max(choice.nccl.channels, settings.min_channels or 0)
+def _cost(choice: Candidate) -> tuple[int, int]:
+    own = 0 if choice.nccl is None else choice.nccl.channels
+    return len(environment(choice.settings)), max(own, choice.settings.min_channels or 0)
 
 
-def _rated_well(task: Task, choice: DefaultRings) -> DefaultRings:
+def _rate_well(task: Task, choice: Candidate) -> Candidate:
     answer = measured_well(task.source, choice.rings)
-    rate = choice.rings.rate(answer)
-    return msgspec.structs.replace(choice, measurement=answer, rate_gbps=rate)
+    return rate_rings(choice.settings, choice.rings, answer, nccl=choice.nccl)
 
 
-def interval(measurement: Measurement) -> float:
-    """Return half the 95 % interval of a set's slowest flow, relative to its rate."""
-    return 1.96 * measurement.relative_error
-
-
-def _default(task: Task, settings: Settings) -> tuple[DefaultRings | None, str]:
+def _default(task: Task, settings: Settings) -> tuple[Candidate | None, str]:
     """Rate NCCL as it runs without this project, with a note on anything special."""
     if facts := task.unsound(settings):
         return None, why_unsound(facts)
@@ -334,25 +343,24 @@ def _default(task: Task, settings: Settings) -> tuple[DefaultRings | None, str]:
         return None, unknown.format(*min(by_network)) if by_network else relayed
 
 
-def by_mechanisms(task: Task, _: DefaultRings | None) -> Iterator[DefaultRings]:
+def by_mechanisms(task: Task, _: Candidate | None) -> Iterator[Candidate]:
     """Yield NCCL's own rings by all mechanisms, with numbers of channels and FIFO sizes."""
     # 1. Compare mechanisms, each with NCCL's own number of channels and with many.
-    compared: list[tuple[float, DefaultRings]] = []
+    compared: list[tuple[float, Candidate, DefaultChoice]] = []
     for settings in mechanisms(task):
-        nccl, rated = task.own_choice(settings), list[DefaultRings]()
+        nccl, rated = task.own_choice(settings), list[Candidate]()
         counts = [count for count in _counts(nccl) if count <= COMPARED_CHANNELS]
         for choice in _with_channels(task, settings, nccl, counts[:1] + counts[1:][-1:]):
             rated.append(choice)
             yield choice
         if rated:
-            compared.append((max(choice.rate_gbps for choice in rated), rated[0]))
+            compared.append((max(choice.rate_gbps for choice in rated), rated[0], nccl))
     # 2. Try all numbers of channels and FIFO sizes with the best mechanisms.
-    compared.sort(key=lambda pair: -pair[0])
-    for _rate, first in compared[:FINALISTS]:
-        bounces = any(hop.flow.is_bounce for ring in first.rings.rings for hop in ring.hops)
-        for size in BUFFSIZES if bounces else BUFFSIZES[:1]:
+    compared.sort(key=lambda row: -row[0])
+    for _rate, first, nccl in compared[:FINALISTS]:
+        for size in BUFFSIZES if first.bounces else BUFFSIZES[:1]:
             sized = msgspec.structs.replace(first.settings, buffsize=size)
-            yield from _with_channels(task, sized, first.nccl, _counts(first.nccl))
+            yield from _with_channels(task, sized, nccl, _counts(nccl))
 
 
 def _counts(nccl: DefaultChoice) -> list[int]:
@@ -365,7 +373,7 @@ def _counts(nccl: DefaultChoice) -> list[int]:
 
 def _with_channels(
     task: Task, settings: Settings, nccl: DefaultChoice, counts: Sequence[int]
-) -> Iterator[DefaultRings]:
+) -> Iterator[Candidate]:
     """Yield NCCL's own rings with these numbers of final channels, as far as that is possible."""
     for count in counts:
         with suppress(SearchError, MeasurementError):
@@ -379,7 +387,7 @@ def rate_default(
     *,
     channels: int | None = None,
     well: bool = False,
-) -> DefaultRings:
+) -> Candidate:
     """Rate NCCL's own rings, `nccl` under the settings.
 
     `channels` are final channels, by NCCL_MIN_NCHANNELS; None is NCCL's own number. With `well` a
@@ -392,10 +400,7 @@ def rate_default(
     )
     rings = task.own_ring_set(nccl, settings)
     answer = measured_well(task.source, rings) if well else task.source.measure([rings.flows])[0]
-    rate = rings.rate(answer)
-    return DefaultRings(
-        nccl=nccl, settings=settings, rings=rings, rate_gbps=rate, measurement=answer
-    )
+    return rate_rings(settings, rings, answer, nccl=nccl)
 
 
 def own_gbps(task: Task, settings: Settings) -> float:
@@ -427,7 +432,7 @@ def sound_gpus(task: Task) -> tuple[int, ...]:
     return gpus
 
 
-def as_graph(choice: DefaultRings) -> DefaultRings:
+def as_graph(choice: Candidate) -> Candidate:
     """Return NCCL's own rings for a graph file with as many final channels."""
     settings = choice.settings
     if settings.min_channels is None:

@@ -23,7 +23,7 @@ from tccl_py.nccl.settings import Settings
 from tccl_py.plan.chains import AS_GOOD as WORTH
 from tccl_py.plan.chains import PlanChain, prefer
 from tccl_py.plan.tables import ClassRates, KeptChains, NicPairs
-from tccl_py.planning.study import JoinedRings
+from tccl_py.planning.study import Candidate, not_below
 
 MANY_TUPLES = 24
 """Up to so many even tuples are all tried; of more, those that the best chains lead to."""
@@ -101,17 +101,6 @@ Joined = tuple[MergedRing | CabledRing, tuple[NicMap, ...]]
 """A ring of hosts, and its NIC maps."""
 
 
-class ClusterRings(JoinedRings, frozen=True, kw_only=True):
-    """Rings over several hosts; `nic_maps[n]` leads from host n to the next.
-
-    No order of hosts exceeds `order_bound_gbps` with these chains; None: no order is better, or the
-    order was given.
-    """
-
-    nic_maps: tuple[NicMap, ...]
-    order_bound_gbps: float | None
-
-
 class RingSearch(msgspec.Struct, frozen=True, kw_only=True):
     """The search for rings over all hosts, with a node for each class, under some settings."""
 
@@ -121,7 +110,7 @@ class RingSearch(msgspec.Struct, frozen=True, kw_only=True):
     keep_order: bool = False
     thorough: bool = False
 
-    def rings(self, count: int) -> ClusterRings | None:
+    def rings(self, count: int) -> Candidate | None:
         """Return the best rings over all hosts; None if a class has none.
 
         Rings stay on rails (a NIC reaches the same NIC of the next host) unless leaving them gains
@@ -149,18 +138,14 @@ class RingSearch(msgspec.Struct, frozen=True, kw_only=True):
         ways = list(zip(order, (nic_maps[-1], *nic_maps[:-1]), nic_maps, strict=True))
         rated = {way: self._between(*way) for way in dict.fromkeys(ways)}
         chains = {way: self._in_order(*way, row) for way, row in rated.items() if row is not None}
-        rate = float(ring.rate_gbps)
-        return ClusterRings(
+        return Candidate(
             settings=self.settings,
-            rings=count,
-            hosts=ring.hosts,
-            nic_maps=nic_maps,
-            chains=tuple(chains[way] for way in ways),
-            rate_gbps=rate,
+            hosts={host: chains[way] for host, way in zip(ring.hosts, ways, strict=True)},
+            rate_gbps=float(ring.rate_gbps),
             error=max(row.error for row in rated.values() if row is not None),
             assumed=any(row.assumed for row in rated.values() if row is not None),
             # With noise, chains with other NICs may do better than the best of all were thought to.
-            bound_gbps=None if bound is None else float(max(bound, rate)),
+            bound_gbps=not_below(bound, float(ring.rate_gbps)),
             bound_assumptions=() if bound is None else tuple(dict.fromkeys(assumptions)),
             order_bound_gbps=None if ring.proven else float(ring.bound_gbps),
         )

@@ -34,9 +34,9 @@ from tccl_py.planning.cables import (
     failing,
     notices_of_cables,
 )
-from tccl_py.planning.host_rings import ClusterRings, RingSearch
+from tccl_py.planning.host_rings import RingSearch
 from tccl_py.planning.request import PlanRequest
-from tccl_py.planning.study import SIMPLE_ORDER, JoinedRings, assemble_plan
+from tccl_py.planning.study import SIMPLE_ORDER, Candidate, assemble_plan
 
 CANDIDATES = 12
 """Choices of settings that are merged over all classes, the most promising first, and the most
@@ -78,12 +78,12 @@ def plan_over(cluster: Cluster, nodes: Sequence[ClassRates], request: PlanReques
 
 def best_rings(
     cluster: Cluster, nodes: Sequence[ClassRates], *, keep_order: bool = False
-) -> tuple[ClusterRings, bool]:
+) -> tuple[Candidate, bool]:
     """Return the best rings over all hosts, and whether KeyboardInterrupt ended the search.
 
     Raises SearchError: no ring exists. MeasurementError: a source cannot measure a needed set.
     """
-    best: ClusterRings | None = None
+    best: Candidate | None = None
     cancelled = False
     try:
         for settings, count, promise in _candidates(nodes):
@@ -95,8 +95,8 @@ def best_rings(
             rings = _realisable(search, count)
             if rings is None:
                 continue
-            cost = rings.rings, rings.settings.channels
-            less = best is not None and cost < (best.rings, best.settings.channels)
+            cost = rings.ring_count, rings.settings.channels
+            less = best is not None and cost < (best.ring_count, best.settings.channels)
             if best is None or prefer(rings.rate_gbps, best.rate_gbps, less=less):
                 best = rings
         if best is not None and cluster.cables:
@@ -111,24 +111,24 @@ def best_rings(
 
 
 def _of_all_dealings(
-    cluster: Cluster, nodes: Sequence[ClassRates], best: ClusterRings, *, keep_order: bool
-) -> ClusterRings:
+    cluster: Cluster, nodes: Sequence[ClassRates], best: Candidate, *, keep_order: bool
+) -> Candidate:
     """Return the best of rings along cables, and of fewer, with their functions in any order."""
     search = RingSearch(
         cluster=cluster, nodes=nodes, settings=best.settings, keep_order=keep_order, thorough=True
     )
-    for count in range(best.rings, 0, -1):
+    for count in range(best.ring_count, 0, -1):
         rings = _realisable(search, count) if best.settings.channels % count == 0 else None
         if rings is None or rings.settings != best.settings:
             continue
         if prefer(rings.rate_gbps, best.rate_gbps, less=False):
             best = rings
-        elif count == best.rings:
+        elif count == best.ring_count:
             # The first dealing is as fast, and bounded now.
             best = msgspec.structs.replace(best, bound_gbps=rings.bound_gbps, bound_assumptions=())
     if best.bound_gbps is None:
         # Dealings may be too many questions, but no chains of a host exceed this.
-        bounds = [node.most(best.settings, best.rings) for node in nodes]
+        bounds = [node.most(best.settings, best.ring_count) for node in nodes]
         if None not in bounds:
             most, assumptions = min(bound for bound in bounds if bound is not None)
             most = max(most, best.rate_gbps)
@@ -159,7 +159,7 @@ def _candidates(nodes: Sequence[ClassRates]) -> Iterator[tuple[Settings, int, fl
             yield settings, count, min(promise, least)
 
 
-def _realisable(search: RingSearch, count: int) -> ClusterRings | None:
+def _realisable(search: RingSearch, count: int) -> Candidate | None:
     """Return the best rings under settings with which NCCL runs the measured channels.
 
     Between hosts NCCL doubles few and quick channels once more. Then the file asks for as many.
@@ -176,14 +176,14 @@ def _realisable(search: RingSearch, count: int) -> ClusterRings | None:
 
 
 def _with_nics(
-    cluster: Cluster, joined: JoinedRings, nodes: Sequence[ClassRates], request: PlanRequest
+    cluster: Cluster, joined: Candidate, nodes: Sequence[ClassRates], request: PlanRequest
 ) -> Settings:
     """Return the settings with the NICs for NCCL, and leave for rings to change NICs."""
     nics = [n for node in nodes for n in node.node_class.machine.nics if n.index in node.nics]
     rdma = all(nic.rdma for nic in nics)
     texts = (f"{nic.name}:{nic.port or 1}" if rdma else nic.name for nic in nics)
     names = dict.fromkeys(texts if all(nic.has_name for nic in nics) else ())
-    chains, settings = chain.from_iterable(joined.chains), joined.settings
+    chains, settings = chain.from_iterable(joined.hosts.values()), joined.settings
     return msgspec.structs.replace(
         settings,
         ib_hca=tuple(names) if rdma else (),
@@ -198,11 +198,11 @@ def _with_nics(
     )
 
 
-def _trees_cross(cluster: Cluster, joined: JoinedRings) -> bool:
+def _trees_cross(cluster: Cluster, joined: Candidate) -> bool:
     """Return whether trees of graph files, which use the entries of chains, would leave rails."""
     if cluster.rails == "any":
         return False
-    entries = (tuple((c.entry_nic or 0,) for c in chains) for chains in joined.chains)
+    entries = (tuple((c.entry_nic or 0,) for c in chains) for chains in joined.hosts.values())
     hosts = [HostChannels(rings=(), trees=trees) for trees in entries]
     return any(link.nic != link.far for link in tree_connections(hosts))
 
@@ -336,7 +336,7 @@ def _chains_on(default: DefaultChains, number: int, count: int) -> list[DefaultC
     return [default.chains[channel ^ swapped] for channel in range(count)]
 
 
-def _notices(cluster: Cluster, best: ClusterRings, nodes: Sequence[ClassRates]) -> Iterator[str]:
+def _notices(cluster: Cluster, best: Candidate, nodes: Sequence[ClassRates]) -> Iterator[str]:
     for node in nodes:
         yield from node.kept.notices
         machine = node.node_class.machine

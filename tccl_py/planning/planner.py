@@ -13,26 +13,17 @@ from tccl_py.errors import BudgetSpentError, InputError, check_type, require, sp
 from tccl_py.files import pick
 from tccl_py.model.cluster import Cluster, doubtful_uplinks, single_host
 from tccl_py.model.machine import Knowledge, Machine
-from tccl_py.model.measurement import BandwidthSource, Measurement, deal_out
+from tccl_py.model.measurement import BandwidthSource
 from tccl_py.nccl.settings import Settings, check_settings, pinned_level, pinned_values
 from tccl_py.nccl.versions import ASSUMED, plain_version
 from tccl_py.nccl.view import view
-from tccl_py.plan.chains import (
-    CUT_SHORT,
-    Choice,
-    ChoiceName,
-    Order,
-    failure_over,
-    plan_chain,
-)
+from tccl_py.plan.chains import CUT_SHORT, Choice, Order, failure_over
 from tccl_py.plan.plan import Plan
 from tccl_py.planning.choices import (
-    Rated,
     SettingsSearch,
     as_graph,
-    interval,
     own_gbps,
-    rated_choices,
+    rate_own,
     sound_gpus,
 )
 from tccl_py.planning.handle import PlanHandle, with_methods
@@ -48,12 +39,11 @@ from tccl_py.planning.request import (
 )
 from tccl_py.planning.study import (
     Candidate,
-    DefaultRings,
-    JoinedRings,
     assemble_plan,
     limit_gbps,
     measure_hops_alone,
     measured_well,
+    rate_rings,
 )
 from tccl_py.search.problem import Budget, Reporter
 from tccl_py.search.strategies import Strategy
@@ -216,62 +206,34 @@ class OneHost:
         """Return the plan of the best choice; KeyboardInterrupt ends it with the best so far."""
         task, allow = self.task, self.allowance.allow
         allow(1 / 2)
-        rated = rated_choices(task)
-        search = SettingsSearch(task, rated)
+        search = rate_own(task)
         search.run(sets=task.budget.sets or 1, allow=allow)
         allow(1)
-        best, measurement = _final(task, rated.variables, search.best)
-        results = [c.result for c in (*search.searched, best) if c.result is not None]
-        self.sets_by_symmetry = sum(result.sets_by_symmetry for result in results)
-        rates = deal_out(measurement.transfers.flows, measurement.gbps)
-        joined = JoinedRings(
-            **pick(best, "settings", "rate_gbps", "bound_gbps", "bound_assumptions"),
-            rings=len(best.rings.rings),
-            hosts=self.cluster.names,
-            chains=(
-                tuple(
-                    plan_chain(ring.hops, [rates[hop.flow].pop() for hop in ring.hops])
-                    for ring in best.rings.rings
-                ),
-            ),
-            error=interval(measurement),
-            assumed=measurement.assumed,
-        )
-
+        variables = search.own["variables"]
+        best = _final(task, variables, search.best)
+        self.sets_by_symmetry = sum(result.sets_by_symmetry for result in search.results)
         plan = assemble_plan(
             self.cluster,
             self.gpus,
-            joined,
-            choices_of(rated, task),
+            best,
+            choices_of(search, task),
             self.request,
             views=[task.view(best.settings)],
-            notices=dict.fromkeys(note for result in results for note in result.notices),
+            notices=dict.fromkeys(note for result in search.results for note in result.notices),
             simulated=task.source.simulated,
             dry_run=task.source.dry_run,
             cancelled=search.cancelled,
         )
-        large = rated.large_buffers
-        self.choices = {
-            "default": rated.default or rated.variables,
-            **({} if large is None else {"large-buffers": large}),
-            "variables": rated.variables,
-            "graph": best,
-        }
+        self.choices = {"default": variables, **search.own, "graph": best}
         searched = sorted(search.searched, key=lambda choice: -choice.rate_gbps)
-        alternatives = (
-            Choice(
-                name="graph",
-                settings=one.settings,
-                rings=one.orders,
-                predicted_gbps=one.rate_gbps,
-            )
-            for one in searched
-        )
         # Over NVLink through another GPU default NCCL may be faster than what has a rate.
         default_view = task.view(task.default_settings)
-        relays = rated.default is None and not (default_view.by_network or default_view.unsound)
-        winner = "default" if relays else None
-        return msgspec.structs.replace(plan, alternatives=tuple(alternatives), winner=winner)
+        relays = not ("default" in search.own or default_view.by_network or default_view.unsound)
+        return msgspec.structs.replace(
+            plan,
+            alternatives=tuple(choice.as_choice("graph") for choice in searched),
+            winner="default" if relays else None,
+        )
 
     def with_parts(self, plan: Plan) -> Iterator[Plan]:
         """Yield the plan with the machine's limit, then with rings for smaller sets of GPUs."""
@@ -304,43 +266,30 @@ def sound_part(task: Task, plan: Plan) -> Iterator[str]:
         )
 
 
-def choices_of(rated: Rated, task: Task) -> Iterator[Choice]:
+def choices_of(search: SettingsSearch, task: Task) -> Iterator[Choice]:
     """Yield the choices without a graph file: NCCL's own rings, measured."""
-    if rated.default is None:
-        nccl, settings = task.own_choice(task.default_settings), task.default_settings
+    if "default" not in search.own:
+        settings = task.default_settings
         yield Choice(
             name="default",
             settings=settings,
-            rings=nccl.rings or None,
-            note=rated.note,
+            rings=task.own_choice(settings).rings or None,
+            note=search.note,
             fails=failure_over(task.unsound(settings)),
         )
-    names: dict[ChoiceName, DefaultRings | None] = {
-        "default": rated.default,
-        "large-buffers": rated.large_buffers,
-        "variables": rated.variables,
-    }
-    for name, own in names.items():
-        if own is not None:
-            yield Choice(
-                name=name,
-                settings=own.settings,
-                rings=own.nccl.rings,
-                predicted_gbps=own.rate_gbps,
-                error=interval(own.measurement),
-                assumed=own.measurement.assumed,
-                note=rated.note if name == "default" else "",
-            )
+    for name, choice in search.own.items():
+        yield choice.as_choice(name, search.note if name == "default" else "")
 
 
-def _final(task: Task, default: DefaultRings, best: Candidate) -> tuple[Candidate, Measurement]:
+def _final(task: Task, own: Candidate, best: Candidate) -> Candidate:
     """Return the planned choice, measured well; NCCL's own where noise favoured another."""
     with suppress(BudgetSpentError):
-        measurement = measured_well(task.source, best.rings)
-        rate = best.rings.rate(measurement)
-        if rate >= default.rate_gbps:
-            return msgspec.structs.replace(best, rate_gbps=rate), measurement
-    return as_graph(default), default.measurement
+        answer = measured_well(task.source, best.rings)
+        bound = pick(best, "bound_gbps", "bound_assumptions")
+        final = rate_rings(best.settings, best.rings, answer, **bound)
+        if final.rate_gbps >= own.rate_gbps:
+            return final
+    return as_graph(own)
 
 
 def make_plan(

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate, chain
+from typing import Any
 
 import msgspec
 
 from tccl_py.errors import MeasurementError, SearchError
 from tccl_py.files import pick
 from tccl_py.model.cluster import Cluster
-from tccl_py.model.measurement import BandwidthSource, Measurement
+from tccl_py.model.measurement import BandwidthSource, Measurement, deal_out
 from tccl_py.model.rings import Ring, RingSet, nics_of
 from tccl_py.model.transfer import Fifo, Flow, Place, Transfer, TransferSet, transfer_set
 from tccl_py.nccl.graph_search import DefaultChoice
@@ -20,12 +21,14 @@ from tccl_py.nccl.versions import say_unchecked, version_facts
 from tccl_py.nccl.view import NcclView
 from tccl_py.plan.chains import (
     Choice,
+    ChoiceName,
     HostPath,
     Order,
     PlanChain,
     PlannedHost,
     condense,
     is_at_bound,
+    plan_chain,
 )
 from tccl_py.plan.machine_files import path_types
 from tccl_py.plan.plan import Plan
@@ -42,48 +45,96 @@ CAREFUL = 8
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings with the best ring set found under them; `result` is None without a search.
-
-    `searched` are the settings of the search: channels and FIFO size may differ by now.
-    """
+    """Rings under settings, while they are planned: on hosts of a class, or over all hosts."""
 
     settings: Settings
-    rings: RingSet
     rate_gbps: float
-    result: SearchResult | None = None
-    searched: Settings | None = None
-
-    @property
-    def bound_gbps(self) -> float | None:
-        """The bound on ring sets searched under just these settings, GB/s."""
-        if self.result is None or self.result.bound_gbps is None or self.searched != self.settings:
-            return None
-        return max(self.result.bound_gbps, self.rate_gbps)
-
-    @property
-    def bound_assumptions(self) -> tuple[str, ...]:
-        """The unchecked assumptions of the bound, in sentences."""
-        return () if self.result is None or self.bound_gbps is None else self.result.assumptions
+    """The bandwidth of all rings together, GB/s."""
+    rings: RingSet = RingSet(())
+    """The hops on a host of a class."""
+    hosts: Mapping[str, tuple[PlanChain, ...]] = {}
+    """The chains on each host in the order of hosts, once rings over several are joined."""
+    error: float = 0.0
+    """Half the 95 % interval of the rate, relative."""
+    assumed: bool = False
+    """Whether assumed values lie behind the rate."""
+    bound_gbps: float | None = None
+    """What no set of as many rings under these settings exceeds, in any order of hosts and over any
+    NICs, if NICs carry equal numbers of rings or one more; None is not known."""
+    bound_assumptions: tuple[str, ...] = ()
+    """What the bound assumes and was not checked, in sentences."""
+    order_bound_gbps: float | None = None
+    """What no order of hosts exceeds with these chains; None: none is better, or it was given."""
+    nccl: DefaultChoice | None = None
+    """NCCL's own choice, of which these are the rings."""
+    measurement: Measurement | None = None
+    """The measurement of the rings, where their hops need rates."""
 
     @property
     def orders(self) -> tuple[Order, ...]:
         """GPU orders of the rings."""
         return tuple(ring.gpus for ring in self.rings.rings)
 
+    @property
+    def ring_count(self) -> int:
+        """The number of different rings."""
+        return len(next(iter(self.hosts.values()), self.rings.rings))
+
+    @property
+    def bounces(self) -> bool:
+        """Whether data goes through host memory on some hop."""
+        return any(hop.flow.is_bounce for ring in self.rings.rings for hop in ring.hops)
+
+    def as_choice(self, name: ChoiceName, note: str = "") -> Choice:
+        """Return the rings as a choice of a plan."""
+        return Choice(
+            name=name,
+            rings=self.orders if self.nccl is None else self.nccl.rings,
+            predicted_gbps=self.rate_gbps,
+            note=note,
+            **pick(self, "settings", "error", "assumed"),
+        )
+
 
 def candidate_of(settings: Settings, result: SearchResult) -> Candidate:
-    """Return the result of a search under these settings as a choice."""
-    rings, rate = result.rings, result.rate_gbps
+    """Return the result of a search under these settings."""
     return Candidate(
-        settings=settings, rings=rings, rate_gbps=rate, result=result, searched=settings
+        settings=settings,
+        **pick(result, "rings", "rate_gbps", "bound_gbps"),
+        bound_assumptions=() if result.bound_gbps is None else result.assumptions,
     )
 
 
-class DefaultRings(Candidate, frozen=True, kw_only=True):
-    """NCCL's own choice with its rings, and their measurement."""
+def rate_rings(
+    settings: Settings, rings: RingSet, measurement: Measurement, **more: Any
+) -> Candidate:
+    """Return measured rings under settings, with `more` fields."""
+    return Candidate(
+        settings=settings,
+        rings=rings,
+        rate_gbps=rings.rate(measurement),
+        error=interval(measurement),
+        assumed=measurement.assumed,
+        measurement=measurement,
+        **more,
+    )
 
-    nccl: DefaultChoice
-    measurement: Measurement
+
+def interval(measurement: Measurement) -> float:
+    """Return half the 95 % interval of a set's slowest flow, relative to its rate."""
+    return 1.96 * measurement.relative_error
+
+
+def hop_rates(rings: RingSet, measurement: Measurement) -> Iterator[tuple[float, ...]]:
+    """Yield the rate of each hop of each ring, GB/s."""
+    rates = deal_out(measurement.transfers.flows, measurement.gbps)
+    for ring in rings.rings:
+        yield tuple(rates[hop.flow].pop() for hop in ring.hops)
+
+
+def not_below(bound_gbps: float | None, rate_gbps: float) -> float | None:
+    """Return a bound, or a rate that noise has put above it; None is no bound."""
+    return None if bound_gbps is None else max(bound_gbps, rate_gbps)
 
 
 def condensed_rings(rings: Sequence[Ring]) -> tuple[Ring, ...]:
@@ -218,31 +269,11 @@ def bare_copies(rings: RingSet, *, copy_engine: bool) -> TransferSet:
 # Rings over one host or several, as a Plan.
 
 
-class JoinedRings(msgspec.Struct, frozen=True, kw_only=True):
-    """Rings over all hosts: the order of hosts, and the chains of each, in the order of rings.
-
-    `rate_gbps` is the bandwidth of all rings together, and `error` half its 95 % interval,
-    relative. If `bound_assumptions` hold, no set of as many rings under these settings exceeds
-    `bound_gbps`, in any order of hosts and over any NICs, if NICs carry equal numbers of rings or
-    one more; None is not known.
-    """
-
-    settings: Settings
-    rings: int
-    hosts: tuple[str, ...]
-    chains: tuple[tuple[PlanChain, ...], ...]
-    rate_gbps: float
-    error: float
-    assumed: bool
-    bound_gbps: float | None
-    bound_assumptions: tuple[str, ...]
-
-
 def assemble_plan(
     cluster: Cluster,
     class_gpus: Sequence[tuple[int, ...]],
-    joined: JoinedRings,
-    rated: Iterable[Choice],
+    best: Candidate,
+    own: Iterable[Choice],
     request: PlanRequest,
     *,
     views: Sequence[NcclView],
@@ -251,14 +282,29 @@ def assemble_plan(
     dry_run: bool,
     cancelled: bool,
 ) -> Plan:
-    """Return the plan of rings over one host or several; the counts of sets are left 0.
+    """Return the plan of the best rings; the counts of sets are left 0.
 
-    `rated` are the choices without a graph file, `views` NCCL's of a host of each class.
+    Args:
+        cluster: the hosts, and their classes.
+        class_gpus: the GPUs of each class.
+        best: the rings of the graph files.
+        own: the choices without a graph file.
+        request: what was asked for.
+        views: NCCL's view of a host of each class.
+        notices: for the plan.
+        simulated: whether rates are simulated.
+        dry_run: whether they are of host memory.
+        cancelled: whether the search was interrupted.
     """
+    of_hosts = best.hosts
+    if best.measurement is not None:
+        rates = hop_rates(best.rings, best.measurement)
+        hops = (ring.hops for ring in best.rings.rings)
+        of_hosts = {cluster.names[0]: tuple(map(plan_chain, hops, rates))}
     numbers: dict[tuple[int, tuple[PlanChain, ...]], int] = {}
     hosts: list[PlannedHost] = []
     rank = 0
-    for name, chains in zip(joined.hosts, joined.chains, strict=True):
+    for name, chains in of_hosts.items():
         node_class = cluster.host_classes[name]
         path = numbers.setdefault((node_class, chains), len(numbers))
         hosts.append(PlannedHost(name=name, path=path, first_rank=rank))
@@ -267,22 +313,18 @@ def assemble_plan(
     for number, chains in numbers:
         intra, inter = path_types(views[number], chains)
         paths.append(HostPath(node_class=number, chains=chains, type_intra=intra, type_inter=inter))
-    version = joined.settings.version
-    other_count = other_count_notices(request.ring_counts or (), joined.rings)
-    graph = Choice(
-        name="graph",
-        predicted_gbps=joined.rate_gbps,
-        **pick(joined, "settings", "error", "assumed"),
-    )
+    version, bound = best.settings.version, not_below(best.bound_gbps, best.rate_gbps)
+    other_count = other_count_notices(request.ring_counts or (), best.ring_count)
     plan = Plan(
-        **pick(joined, "bound_gbps", "bound_assumptions"),
-        choices={choice.name: choice for choice in (*rated, graph)},
+        bound_gbps=bound,
+        bound_assumptions=best.bound_assumptions,
+        choices={choice.name: choice for choice in (*own, best.as_choice("graph"))},
         cluster=cluster,
         class_gpus=tuple(class_gpus),
         hosts=tuple(hosts),
         paths=tuple(paths),
         settings_verified=version_facts(version).verified,
-        proven=is_at_bound(joined.rate_gbps, joined.bound_gbps) and not joined.bound_assumptions,
+        proven=is_at_bound(best.rate_gbps, bound) and not best.bound_assumptions,
         simulated=simulated,
         dry_run=dry_run,
         strategy=strategy_name(request.strategy),
@@ -294,7 +336,7 @@ def assemble_plan(
         cancelled=cancelled,
     )
     # The rings of its channels follow from the paths.
-    return plan.with_choice("graph", settings=joined.settings)
+    return plan.with_choice("graph", settings=best.settings)
 
 
 def other_count_notices(counts: Sequence[int], count: int) -> tuple[str, ...]:
