@@ -135,21 +135,17 @@ def test_a_dry_run_has_sizes_and_seconds_for_a_laptop(place, jobs):
     assert (budget_of("host").seconds, budget_of(None)) == (30.0, RunBudget())
 
 
-def test_all_rows_are_shown_and_copy_engines_decide_nothing(place, jobs):
-    ratio = {"jitter": lambda row: 0.3 if row.mode == "copy" else 0.0}
-    jobs(lambda _: 1.0, variables=lambda _: 1.3, **ratio)
+def test_all_rows_are_shown(place, jobs):
+    jobs(lambda _: 1.0, variables=lambda _: 1.3)
     words = ("--backend", "host", "--rounds", "6", "--all", "--sizes", "1M")
     found = json.loads(tccl("verify", place, *words, "--json").stdout)
     assert found["winner"] == "variables"
     for arm in found["arms"][:2]:
-        rows = {(row["collective"], row["mode"], row["beside_gemm"]) for row in arm["transfers"]}
-        assert {("send", "copy", True), ("send", "", False), ("all_reduce", "", True)} <= rows
-        copies = [row for row in arm["transfers"] if row["mode"] == "copy"]
-        assert [row["harm"] for row in copies] == [None, None]
+        rows = {(row["collective"], row["beside_gemm"]) for row in arm["transfers"]}
+        assert {("send_recv", True), ("send_recv", False), ("all_reduce", True)} <= rows
     shown = tccl("verify", place, *words).stdout
-    assert "default: copies by copy engines beside a GEMM over GPUs 0,1: 1 MiB" in shown
+    assert "default: all-reduce beside a GEMM: 1 MiB" in shown
     assert "variables: all-reduce beside a GEMM: 1 MiB 1." in shown
-    assert "variables: copies" not in shown
 
 
 def test_one_choice_is_compared_alone(place, jobs):

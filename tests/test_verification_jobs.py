@@ -3,7 +3,6 @@
 What needs torch runs over gloo, and is skipped by name where torch is not installed.
 """
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -13,7 +12,6 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
-from unittest.mock import MagicMock
 
 import msgspec
 import pytest
@@ -33,7 +31,7 @@ from tccl_py.experiments.spec import (
     rows_of,
     training_rows,
 )
-from tccl_py.experiments.together import ThreadStopwatch, time_beside
+from tccl_py.experiments.together import ThreadStopwatch
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.tuner import COLLECTIVES as TUNED
 from tccl_py.rank_processes.forkserver import ForkServer
@@ -307,29 +305,19 @@ def test_rows_of_a_workload_have_all_its_dtypes_and_calls(server):
 
 
 @needs_torch
-def test_all_collectives_all_pairs_and_rows_beside_a_gemm_and_by_copies_are_timed(server):
-    rows = RunBudget(sizes=(1024,)).further_rows(3, pairs=True, copies=True)
-    assert {row.collective for row in rows} == set(COLLECTIVES)
-    pairs = [group for row in rows if len(row.groups) == 1 and not row.mode for group in row.groups]
+def test_all_collectives_all_pairs_and_rows_beside_a_gemm_are_timed(server):
+    rows = RunBudget(sizes=(1024,)).further_rows(3, pairs=True)
+    assert {row.collective for row in rows} == set(COLLECTIVES) - {"send"}
+    pairs = [group for row in rows if len(row.groups) == 1 for group in row.groups]
     assert set(pairs) == {(0, 1), (0, 2), (1, 2)}
     results = run_job(JobSpec(rows=rows, seconds=0.001), 3, server=server).results
     for rank, result in enumerate(results):
         assert [times.row for times in result.times] == list(rows)
         for times in result.times:
             groups = times.row.groups
-            inside = not groups or rank in groups[0][: 1 if times.row.mode else None]
-            assert (bool(times.seconds), times.fault) == (inside, "")
-    assert sum(bool(row.beside) for row in rows) == 3
-
-
-def test_copied_bytes_are_compared():
-    torch = MagicMock()
-    torch.full.return_value.__eq__ = lambda *_: MagicMock(all=lambda: False)
-    device = SimpleNamespace(type="cpu", index=None)
-    own = Communicator(torch=torch, dist=MagicMock(), rank=0, members=(0, 1), device=device)
-    row = Row(collective="send", bytes=8, mode="copy", groups=((0, 1),))
-    times = time_beside(own, contextlib.nullcontext, row)
-    assert times.fault == "GPU 1 got other bytes than 0 sent" and len(times.seconds) == BATCHES
+            assert bool(times.seconds) == (not groups or rank in groups[0])
+            assert len(times.gemms) == BATCHES * bool(times.row.beside)
+    assert sum(bool(row.beside) for row in rows) == 2
 
 
 def test_pieces_of_work_run_at_the_same_time():

@@ -26,8 +26,9 @@ from tccl_py.errors import InputError
 from tccl_py.experiments.collectives import PROGRAMS, Collective
 from tccl_py.experiments.comparison import LEAST_ROUNDS, MAX_ROUNDS
 from tccl_py.experiments.jobs import RANK_VARIABLES, Launcher
+from tccl_py.experiments.means import NCCL
 from tccl_py.experiments.nccl_tests import find_program, size_options
-from tccl_py.experiments.plans import tuning_budget, verify_plan
+from tccl_py.experiments.plans import compare_means, tuning_budget, verify_plan
 from tccl_py.experiments.record import Verification
 from tccl_py.experiments.rounds import RunBudget, budget_of
 from tccl_py.experiments.size_table import SizeTuning
@@ -42,9 +43,11 @@ from tccl_py.plan.results import plan_in
 from tccl_py.plan.staging import lock_directory
 from tccl_py.report.sizes import SIZES, entry_lines, tuning_facts
 from tccl_py.report.tables import (
+    MEANS,
     TRIED,
     communication_line,
     lines,
+    means_facts,
     size_lines,
 )
 from tccl_py.report.verification import (
@@ -75,6 +78,7 @@ def verify(
         "--all", "Also time more collectives, all pairs, copy engines, and rows beside a GEMM."
     ),
     tune: bool = flag("--tune", "Keep better settings: 10 minutes or more."),
+    means: bool = flag("--means", "Instead compare NCCL with other means, by message size."),
     no_checks: bool = flag("--no-checks", "Do not compare results' values."),
     pin_env: list[str] | None = opt("NCCL_NAME", "Variables that all jobs get."),
     workload: str | None = options.WORKLOAD,
@@ -88,13 +92,15 @@ def verify(
     under mpirun or srun, with a rank on each host.
 
     Exit codes: 0 the recommended choice, or that of --choice, wins or is as good, or with
-    --workload; 1 no; 2 wrong use, or no plan for this machine.
+    --workload; 1 no, or with --means default NCCL hangs or gives wrong values; 2 wrong use, or no
+    plan for this machine.
 
     Examples:
 
         tccl verify my-plan
         tccl verify my-plan --choice variables --sizes 64M,256M,1G --rounds 20
         tccl verify my-plan --all
+        tccl verify my-plan --means
         tccl verify my-plan --workload job.json
         tccl verify my-plan --with all_reduce_perf
         mpirun -N 1 tccl verify my-cluster
@@ -104,6 +110,13 @@ def verify(
     seconds = usual.seconds if seconds is None else seconds
     in_range("--seconds", seconds, 86_400, least=0)
     one_of("--collective", collective, _COLLECTIVES)
+    if means:
+        words = {"--choice": choice, "--training": training, "--all": every, "--tune": tune}
+        words |= {"--no-checks": no_checks, "--workload": workload, "--with": with_}
+        refuse(words, ("beside --means", "is about choices of NCCL", "leave one of the two out"))
+        wanted = None if sizes is None else parse_sizes(sizes, "--sizes")
+        _verify_means(directory, backend, pin_env, wanted, seconds, json=json)
+        return
     program = None
     if with_ is not None:
         program = find_program(with_)
@@ -160,6 +173,27 @@ def verify(
     if tune and not json:
         print_sizes(load_sizes(directory), results())
     if not result.accepted and (result.workload is None or result.best.faults):
+        raise typer.Exit(ANSWER_IS_NO)
+
+
+def _verify_means(
+    directory: Path,
+    backend: str | None,
+    pin_env: Sequence[str] | None,
+    sizes: Sequence[int] | None,
+    seconds: float,
+    *,
+    json: bool,
+) -> None:
+    with _job_options(directory, backend, pin_env) as launcher:
+        table = compare_means(directory, launcher, seconds=seconds, sizes=sizes)
+    if json:
+        print_json(table)
+    else:
+        print_table(results(), lines(MEANS, table.rows))
+        for line in means_facts(table):
+            results().print(line)
+    if NCCL in table.out:
         raise typer.Exit(ANSWER_IS_NO)
 
 

@@ -161,7 +161,7 @@ def _call(collective: Collective, tensors: Tensors) -> _Pairs:
         held.append(on.torch.cat(tensors.own_blocks()) if sent else tensors.own())
     else:
         held = [tensors.own() if tensors.is_last or facts.root != "src" else tensors.empty()]
-    tensors.run(_call_of(on, collective, held, on.members, root=on.members[-1]))
+    tensors.run(call_of(on, collective, held, on.members, root=on.members[-1]))
     expected = facts.expected(tensors)
     return [] if expected is None else [(held[0], expected)]
 
@@ -277,10 +277,10 @@ def row_call(communicator: Communicator, row: Row) -> Call:
     # Transfers follow a group's own order of ranks.
     mine = (group for group in row.groups if communicator.rank in group)
     ranks = next(mine, communicator.members)
-    return _call_of(communicator, row.collective, held, ranks, root=communicator.members[0])
+    return call_of(communicator, row.collective, held, ranks, root=communicator.members[0])
 
 
-def _call_of(
+def call_of(
     on: Communicator, name: Collective, held: Sequence[Any], ranks: Sequence[int], *, root: int
 ) -> Call:
     """Return a call of a collective on these buffers."""

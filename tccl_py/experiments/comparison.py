@@ -163,9 +163,7 @@ def table_of(launcher: Launcher, jobs: Sequence[tuple[ChoiceName, Outcome]]) -> 
         judged = again if name not in (names[0], AGAIN) else {}
         table[name] = {}
         for (row, seconds), ratio in zip(rows.items(), ratios, strict=True):
-            # No choice changes what copy engines do.
-            counts = row in judged and row.mode != "copy"
-            loss = harm(seconds, baseline[row], again[row]) if counts else None
+            loss = harm(seconds, baseline[row], again[row]) if row in judged else None
             table[name][row] = row_of_times(launcher, row, seconds, ratio, loss)
     return table
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
 from msgspec.structs import replace
@@ -48,6 +48,7 @@ _CONCURRENT = 4
 _CONCURRENT_BYTES = 4 << 30
 """Limit of the buffers of concurrent jobs on a device, which may have few GiB."""
 
+T = TypeVar("T")
 Say = Callable[[str], None]
 """Receives a line for the user."""
 AGAIN = cast("ChoiceName", "again")
@@ -253,7 +254,7 @@ class ConcurrentJobs:
             done += count
 
 
-def round_order(arms: Sequence[Arm], number: int) -> list[Arm]:
+def round_order(arms: Sequence[T], number: int) -> list[T]:
     """Return the order of jobs in a round: A B C, C B A, B C A, A C B, ..."""
     first = number // 2 % len(arms)
     rotated = [*arms[first:], *arms[:first]]

@@ -25,6 +25,7 @@ from tccl_py.errors import (
 )
 from tccl_py.experiments.communication import Communications, keep_communication
 from tccl_py.experiments.jobs import THIS_HOST, HostRanks, Launcher, LocalRunner, Say
+from tccl_py.experiments.means_table import MeansTable, measure_means
 from tccl_py.experiments.record import Verification
 from tccl_py.experiments.rounds import RunBudget
 from tccl_py.experiments.sizes import SIZE_SECONDS, tune_by_size
@@ -109,6 +110,20 @@ def verify_plan(
     with launcher_of(plan, directory, launcher) as ready:
         target = _target(plan, directory, launcher)
         return run(target, ready, budget, tune=tune, interrupted=interrupted)
+
+
+def compare_means(
+    directory: Path, launcher: Launcher, *, seconds: float, sizes: Sequence[int] | None = None
+) -> MeansTable:
+    """Time NCCL and other means on a plan's machine, and keep the table; see `measure_means`."""
+    plan = load_plan(directory)
+    check_files(directory)
+    require(os.access(directory, os.W_OK), str(directory), "cannot be written", SPACE)
+    _check_default(launcher)
+    with launcher_of(plan, directory, launcher) as ready, interrupts_put_off(CTRL_C_AND_SIGTERM):
+        target = _target(plan, directory, launcher)
+        table = measure_means(target, ready, seconds=seconds, sizes=sizes)
+    return table.keep(directory, launcher.say)
 
 
 def _check_default(launcher: Launcher) -> None:

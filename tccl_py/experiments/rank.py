@@ -27,6 +27,7 @@ from tccl_py.experiments.calls import (
     warm_up,
 )
 from tccl_py.experiments.contests import time_contest
+from tccl_py.experiments.means import NCCL, time_means
 from tccl_py.experiments.spec import (
     BATCHES,
     PARALLEL,
@@ -62,11 +63,12 @@ def main() -> None:
     spec, rank, folder = read_spec(JobSpec)
     local_rank = rank - spec.first_rank
     communicator = join(
-        "nccl" if spec.backend == "cuda" else "gloo",
+        "nccl" if spec.backend == "cuda" and spec.means in ("", NCCL) else "gloo",
         spec.rendezvous or folder,
         rank=rank,
         world=spec.world,
         local_rank=local_rank,
+        gpu=spec.backend == "cuda",
     )
     torch = communicator.torch
     result = JobResult(
@@ -87,7 +89,8 @@ def main() -> None:
         warm_up(communicator)
         gc.freeze()  # torch may collect garbage before each capture
         slot = time_slots(slots_file(folder), spec.slot, local_rank)
-        result = replace(result, times=tuple(_times(spec, communicator, over, slot)))
+        means = time_means(communicator, slot, spec) if spec.means else None
+        result = replace(result, times=tuple(means or _times(spec, communicator, over, slot)))
     write_result(folder, rank, result)
     # No rank leaves while another one communicates. Nothing is destroyed: with overlapping groups
     # of four GPUs and more torch 2.11 hangs then.
@@ -113,7 +116,7 @@ def _times(
             yield time_contest(communicator, slot, row, contest)
         elif row.trains:
             yield train(row)
-        elif row.beside or row.mode:
+        elif row.beside:
             yield time_beside(communicator, slot, row)
         elif row.groups and not _splits():
             _leave_slots(slot, 1 + BATCHES)

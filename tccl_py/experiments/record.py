@@ -287,8 +287,7 @@ def row_words(row: Row) -> str:
     """Return what a row does, without its size and groups."""
     if row.trains:
         return f"a training step ({row.mode})"
-    words = "copies by copy engines" if row.mode else COLLECTIVE_WORDS[row.collective]
-    return words + " beside a GEMM" * bool(row.beside)
+    return COLLECTIVE_WORDS[row.collective] + " beside a GEMM" * bool(row.beside)
 
 
 def groups_text(groups: Groups, members: str) -> str:

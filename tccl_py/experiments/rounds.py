@@ -83,20 +83,12 @@ class RunBudget(msgspec.Struct, frozen=True, kw_only=True):
         of_all = [name for name in _OF_ALL if name not in self.collectives]
         return (*rows_of(sizes, collectives, groups=((), *groups)), *rows_of(sizes[-2:], of_all))
 
-    def further_rows(self, world: int, *, pairs: bool, copies: bool) -> tuple[Row, ...]:
-        """Return rows of all collectives, and rows beside GEMM.
-
-        With `pairs` there is one of each pair of ranks, and with `copies` those of copy engines
-        beside NCCL's send, on one host.
-        """
-        size, first = min(_BESIDE_BYTES, max(self.sizes)), ((0, 1),)
+    def further_rows(self, world: int, *, pairs: bool) -> tuple[Row, ...]:
+        """Return rows of all collectives, and rows beside GEMM; with `pairs` of all pairs too."""
+        size = min(_BESIDE_BYTES, max(self.sizes))
         rows = [*rows_of(self.few_sizes[:4], PROGRAMS.values())]
         rows += rows_of((size,), groups=pairs_of(world)) if pairs else ()
-        beside = [Row(bytes=size), Row(collective="send_recv", bytes=size)]
-        if copies:
-            send = Row(collective="send", dtype="uint8", bytes=size, groups=first)
-            copy = replace(send, mode="copy")
-            rows, beside = [*rows, send, copy], [*beside, copy]
+        beside = rows_of((size,), ("all_reduce", "send_recv"))
         return (*rows, *(replace(row, beside=(GEMM,)) for row in beside))
 
     def rows_in(self, groups: Iterable[Groups]) -> tuple[Row, ...]:

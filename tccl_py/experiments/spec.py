@@ -60,9 +60,9 @@ class Contest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """A row of an experiment: a collective of `bytes` over all ranks or in `groups`.
 
-    Of another `mode` it is a training step, as "ddp-eager", or a "copy" by copy engines from the
-    first GPU of its group to the second. Beside it may run GEMM. A job times it in batches, or in
-    the rounds of a `contest`.
+    Of another `mode` it is a training step, as "ddp-eager", or calls by a means, "eager" or in a
+    CUDA "graph". Beside it may run GEMM. A job times it in batches, or in the rounds of a
+    `contest`.
     """
 
     collective: Collective = "all_reduce"
@@ -86,7 +86,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def trains(self) -> bool:
         """Return whether it is a training step."""
-        return self.mode not in ("", "gemm", "copy")
+        return self.mode.partition("-")[0] in PARALLEL
 
     def bus_gbps(self, world: int, seconds: float) -> float:
         """Return the bus bandwidth, GB/s, of a call in a job of `world` ranks; see `bus_gbps`."""
@@ -150,8 +150,9 @@ class RowTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     A contest has NCCL's own choice first, then each choice, or the plugin's table; its last `final`
     rounds have finalists alone: which choices became finalists does not depend on their times.
     `skew` is the largest median difference between ranks, as a share. Ranks have no variant of a
-    row that other ranks run. `fault` says how copied bytes are wrong. `trained` are loss and norms
-    of gradients after a few training steps, None where they are no numbers.
+    row that other ranks run. `fault` says how a means gave wrong values, and `gemms` how many times
+    as long GEMMs took beside the row as alone, by batch. `trained` are loss and norms of gradients
+    after a few training steps, None where they are no numbers.
     """
 
     row: Row
@@ -159,6 +160,7 @@ class RowTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     final: int = 0
     skew: float = 0.0
     fault: str = ""
+    gemms: tuple[float, ...] = ()
     trained: tuple[float | None, ...] = ()
 
     @property
@@ -201,6 +203,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     seconds: float = 0.045
     limit: float | None = None
     nccl_tests: str = ""
+    means: str = ""
+    nodes: tuple[int, ...] = ()
 
 
 class WrongValue(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,11 +1,11 @@
-"""Rows beside matrix multiplications (GEMM), and copies by copy engines, on a rank."""
+"""Rows beside matrix multiplications (GEMM) on a rank."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -84,52 +84,31 @@ class ThreadStopwatch:
 
 
 def time_beside(communicator: Communicator, slot: TimeSlot, row: Row) -> RowTimes:
-    """Return the times of copies, or of a row beside GEMM, a round in each time slot.
+    """Return the times of a row beside GEMM."""
+    call = repeat(row_call(communicator, row), _CALLS)
+    seconds, gemms = zip(*run_beside(communicator, slot, call), strict=True)
+    return replace(batches(row, [each / _CALLS for each in seconds]), gemms=gemms)
 
-    The rank of a copy's source alone has times of it.
+
+def run_beside(
+    communicator: Communicator, slot: TimeSlot, call: Call, refill: Call = lambda: None
+) -> Iterator[tuple[float, float]]:
+    """Yield the seconds of `call` beside GEMM, and how many times as long GEMM takes beside it.
+
+    There is a round in each time slot, after which a caller may look at what the call gave.
+    `refill` runs before each.
     """
-    copies = _Copies(communicator, row) if row.mode == "copy" else None
     with slot():
-        call = copies.call() if copies else row_call(communicator, row)
-        own = [communicator.device.index]
-        begin = stopwatch(communicator, row.groups[0] if copies and call else own)
-        calls = [repeat(call, _CALLS)] if call else []
-        if row.beside:  # Launched first.
-            near = gemms_beside(communicator, begin, next(iter(calls), None))
-            calls.insert(0, repeat(near, 2))
-    seconds = []
-    for _ in range(_WARM_UPS + BATCHES):
+        begin = stopwatch(communicator, [communicator.device.index])
+        near = repeat(gemms_beside(communicator, begin, call), 2)
+    for number in range(_WARM_UPS + BATCHES):
         with slot():
-            seconds.append(begin(calls))
-    times = batches(row, [of[-1] / _CALLS for of in seconds[_WARM_UPS:]] if call else ())
-    return replace(times, fault=copies.fault()) if copies else times
-
-
-class _Copies:
-    """Copies between two devices of one process; each byte is the number of the source."""
-
-    def __init__(self, communicator: Communicator, row: Row) -> None:
-        self._on, self._size = communicator, row.bytes
-        ((self._source, self._target),) = row.groups
-        self._received: Any = None
-
-    def call(self) -> Call | None:
-        """Return a copy, on the source's rank; None on any other."""
-        if self._on.rank != self._source:
-            return None
-        sent = self._fill(self._source, self._source + 1)
-        self._received = self._fill(self._target, 0)
-        return partial(self._received.copy_, sent, non_blocking=True)
-
-    def _fill(self, place: int, value: int) -> Any:
-        torch = self._on.torch
-        device = torch.device("cuda", place) if self._on.cuda else self._on.device
-        return torch.full((self._size,), value, dtype=torch.uint8, device=device)
-
-    def fault(self) -> str:
-        """Return how received bytes are wrong; "" if they are right."""
-        right = self._received is None or bool((self._received == self._source + 1).all())
-        return "" if right else f"GPU {self._target} got other bytes than {self._source} sent"
+            (alone,) = begin([near])
+            refill()
+            # GEMM is launched first.
+            beside, seconds = begin([near, call])
+        if number >= _WARM_UPS:
+            yield seconds, beside / alone
 
 
 def stopwatch(communicator: Communicator, devices: Sequence[int]) -> Together:

@@ -126,8 +126,7 @@ class Judge(NamedTuple):
         steps = training_rows(world, self.launcher.backend) if budget.training else ()
         further: tuple[Row, ...] = ()
         if budget.every and not self.target.plan.cluster.cables:
-            here = not self.target.hosts
-            further = budget.further_rows(world, pairs=bool(groups), copies=here)
+            further = budget.further_rows(world, pairs=bool(groups))
         rows = (*budget.rows, *budget.rows_in(groups), *transfers, *self.calls, *further, *steps)
         return tuple(dict.fromkeys(rows))
 
@@ -196,7 +195,7 @@ class Judge(NamedTuple):
             rows=tuple(rows.values()),
             transfers=transfers,
             checked=sum(rank.checked for rank in first.results),
-            wrong=(*first.wrong, *_wrong_copies(jobs), *trained),
+            wrong=(*first.wrong, *trained),
             rings=rings_of_jobs(target, launcher, arm, [first, *jobs], checks=budget.checks),
         )
 
@@ -220,12 +219,6 @@ def _collective_seconds(job: Outcome) -> Iterator[tuple[tuple[float, ...], ...]]
     for ranks in job.rows:
         if not ranks[0].row.mode:
             yield tuple(times.seconds for times in ranks)
-
-
-def _wrong_copies(jobs: Sequence[Outcome]) -> Iterator[WrongValue]:
-    for rank in (rank for job in jobs for rank in job.results):
-        for fault in (times.fault for times in rank.times if times.fault):
-            yield WrongValue(case="copies by copy engines", rank=rank.rank, what=fault)
 
 
 def _wrong_training(baseline: Sequence[Outcome], jobs: Sequence[Outcome]) -> Iterator[WrongValue]:

@@ -119,7 +119,7 @@ def check_if_listed(directory: Path, name: str) -> None:
 
 
 FINDINGS = (
-    *("verify.json", "workloads.json", "tuning.json"),
+    *("verify.json", "workloads.json", "tuning.json", "means.json"),
     *("explanation.json", "report.html", "links.json"),
 )
 """What other commands leave there of a plan; it says nothing of another one."""

@@ -99,7 +99,7 @@ class Communicator:
 
     @property
     def cuda(self) -> bool:
-        """Return whether the group uses NCCL."""
+        """Return whether this rank has a GPU."""
         return bool(self.device.type == "cuda")
 
     @property
@@ -123,7 +123,8 @@ class Communicator:
 
     def maxima(self, values: Sequence[float]) -> list[float]:
         """Return the largest of all ranks' values, at each place."""
-        shared = self.torch.tensor(list(values), dtype=self.torch.float64, device=self.device)
+        device = self.device if self.dist.get_backend() == "nccl" else "cpu"
+        shared = self.torch.tensor(list(values), dtype=self.torch.float64, device=device)
         self.dist.all_reduce(shared, op=self.dist.ReduceOp.MAX)
         return [float(value) for value in shared.tolist()]
 
@@ -133,10 +134,17 @@ class Communicator:
 
 
 def join(
-    backend: str, where: Path | Rendezvous, *, rank: int, world: int, local_rank: int
+    backend: str,
+    where: Path | Rendezvous,
+    *,
+    rank: int,
+    world: int,
+    local_rank: int,
+    gpu: bool = False,
 ) -> Communicator:
     """Join the job's process group, over `nccl` with the visible GPU `local_rank`, or over `gloo`.
 
+    With `gpu` a rank over `gloo` has that GPU too, so that nothing of NCCL's can fail.
     Ranks of one host use a file in the folder `where`, because a free port may be taken before use.
     Over several hosts rank 0 has inherited an open listening socket.
     """
@@ -144,9 +152,11 @@ def join(
     import torch.distributed as dist  # noqa: PLC0415
 
     device, more = torch.device("cpu"), dict[str, Any]()
-    if backend == "nccl":
-        more["device_id"] = device = torch.device("cuda", local_rank)
+    if gpu or backend == "nccl":
+        device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
+    if backend == "nccl":
+        more["device_id"] = device
     else:
         # Ranks on one host share its cores.
         torch.set_num_threads(1)

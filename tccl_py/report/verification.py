@@ -40,7 +40,7 @@ class ComparedRow(msgspec.Struct, frozen=True, kw_only=True):
 
     collective: Collective
     bytes: Annotated[int, says("0 of a training step")]
-    mode: Annotated[str, says("of a training step; `copy` by copy engines")]
+    mode: Annotated[str, says("of a training step")]
     groups: Annotated[
         Groups, says("members of smaller communicators: GPUs, or ranks of several hosts")
     ]
@@ -233,10 +233,9 @@ def _arm_facts(result: Verification, arm: ArmResult) -> list[str]:
     for row in (*arm.groups, *arm.training, *arm.transfers):
         over = f" over {groups_text(row.groups, result.members)}" if row.groups else ""
         size = f"{size_text(row.bytes)} " if row.bytes else ""
-        # What NCCL does beside a GEMM, or copy engines in its place, is told in GB/s.
+        # What NCCL does beside a GEMM is told in GB/s.
         told = f"{row.gbps:.2f} GB/s" if baseline else verdict_text(row)
-        means = row.mode == "copy" or row.beside or row.collective == "send"
-        if means if baseline else row.mode != "copy":
+        if row.beside or not baseline:
             further.setdefault(f"{row_words(row)}{over}", []).append(f"{size}{told}")
     lines += [f"{name}: {', '.join(ratios)}" for name, ratios in further.items()]
     lines += [f"not taken: {'; '.join(result.objections(arm))}"] if _faster(arm) else []

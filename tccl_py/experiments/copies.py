@@ -1,0 +1,174 @@
+"""Transfers by copy engines between ranks of a host: to peers, or through pinned host memory.
+
+Every buffer that a rank writes for another one has a state in shared memory, which streams wait for
+and set: no CPU takes part in a transfer. On CPUs the same transfers run in program order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from tccl_py.delivery.placement import prefer_numa_node
+from tccl_py.errors import MeasurementError
+from tccl_py.rank_processes.rank import Communicator
+
+SLOTS, MOST_PIECES, LEAST_PIECE = 2, 16, 256 << 10
+"""Of a bounce: buffers that are filled in turn, pieces of a message, and bytes of a piece."""
+_APART = 64
+_EMPTY, _POSTED, _FULL = 0, 1, 2
+"""States of a buffer: that of a peer has to be posted before it may be written."""
+_MAPPED_PORTABLE, _EQUAL = 3, 1
+
+Ends = tuple[Sequence[int], Sequence[int]]
+"""The ranks that this rank sends to, and those that it receives from."""
+
+
+class Segments:
+    """Pinned host memory of each rank, which all of them map: states, and slots of `size` bytes.
+
+    The memory of a rank is on its NUMA node, and has no name, so nothing stays behind.
+    """
+
+    def __init__(self, on: Communicator, size: int, nodes: Sequence[int]) -> None:
+        self._on, self._size, self._states = on, size, SLOTS * on.world * _APART
+        self._driver = ctypes.CDLL("libcuda.so.1") if on.cuda else None
+        if nodes:
+            # Where Linux refuses it, the memory is on the node of this rank's CPU.
+            prefer_numa_node(nodes[on.rank])
+        file, bytes_ = os.memfd_create("tccl-slots"), self._states + SLOTS * size
+        os.ftruncate(file, bytes_)
+        own = mmap.mmap(file, bytes_)
+        on.torch.frombuffer(own, dtype=on.torch.uint8).zero_()
+        places: list[tuple[int, int]] = [(0, 0)] * on.world
+        on.dist.all_gather_object(places, (os.getpid(), file))
+        self._maps = []
+        for rank, (process, number) in enumerate(places):
+            path = f"/proc/{process}/fd/{number}"
+            with open(path, "r+b", buffering=0) as other:  # noqa: PTH123 (a descriptor)
+                self._maps.append(own if rank == on.rank else mmap.mmap(other.fileno(), bytes_))
+        self._bytes = [on.torch.frombuffer(one, dtype=on.torch.uint8) for one in self._maps]
+        self._words = [memoryview(one).cast("I") for one in self._maps]
+        self._devices = [self._register(one) for one in self._bytes]
+        on.dist.barrier()
+        os.close(file)
+
+    def _register(self, memory: Any) -> int:
+        """Pin memory; return its address for the device."""
+        if self._driver is None:
+            return 0
+        runtime, address = self._on.torch.cuda.cudart(), memory.data_ptr()
+        code = int(runtime.cudaHostRegister(address, memory.numel(), _MAPPED_PORTABLE))
+        _check(code, "cudaHostRegister")
+        device = ctypes.c_uint64()
+        code = self._driver.cuMemHostGetDevicePointer_v2(
+            ctypes.byref(device), ctypes.c_void_p(address), 0
+        )
+        _check(code, "cuMemHostGetDevicePointer")
+        return device.value
+
+    def slot(self, writer: int, number: int, like: Any) -> Any:
+        """Return a slot of a writer's memory as a tensor like another one."""
+        first = self._states + number * self._size
+        held = self._bytes[writer][first : first + like.numel() * like.element_size()]
+        return held.view(like.dtype)
+
+    def wait(self, writer: int, number: int, reader: int, state: int) -> None:
+        """Wait in the current stream until a buffer has a state."""
+        at = (number * self._on.world + reader) * _APART
+        if self._driver is not None:
+            self._operate(self._driver.cuStreamWaitValue32_v2, writer, at, state, _EQUAL)
+        while self._driver is None and self._words[writer][at // 4] != state:
+            time.sleep(0)
+
+    def set(self, writer: int, number: int, reader: int, state: int) -> None:
+        """Set the state of a buffer in the current stream, after what the stream has written."""
+        at = (number * self._on.world + reader) * _APART
+        if self._driver is not None:
+            self._operate(self._driver.cuStreamWriteValue32_v2, writer, at, state, 0)
+        else:
+            self._words[writer][at // 4] = state
+
+    def _operate(self, function: Any, writer: int, at: int, state: int, flags: int) -> None:
+        stream = ctypes.c_void_p(self._on.torch.cuda.current_stream().cuda_stream)
+        address = ctypes.c_uint64(self._devices[writer] + at)
+        _check(function(stream, address, ctypes.c_uint32(state), flags), function.__name__)
+
+
+def _check(code: int, what: str) -> None:
+    if code:
+        raise MeasurementError(f"{what} gives CUDA error {code}")
+
+
+class Copies:
+    """Transfers of this rank by copy engines, those that leave and those that arrive at once."""
+
+    def __init__(self, on: Communicator, segments: Segments) -> None:
+        self._on, self._segments = on, segments
+        self._streams: tuple[Any, ...] = ()
+        if on.cuda:
+            # Of other priorities: streams that share a hardware queue would wait for each other.
+            self._streams = tuple(on.torch.cuda.Stream(priority=level) for level in (0, -1))
+
+    @contextmanager
+    def _both(self) -> Iterator[tuple[Any, Any]]:
+        """Yield contexts of what leaves and of what arrives, joined to the current stream."""
+        cuda = self._on.torch.cuda
+        for stream in self._streams:
+            stream.wait_stream(cuda.current_stream())
+        leaves, arrives = map(cuda.stream, self._streams) if self._streams else [nullcontext()] * 2
+        yield leaves, arrives
+        for stream in self._streams:
+            cuda.current_stream().wait_stream(stream)
+
+    def to_peers(self, ends: Ends, sent: Any, place_at: Callable[[int], Any]) -> None:
+        """Copy `sent` to its place in the memory of each rank that receives it."""
+        (to, of), rank, segments = ends, self._on.rank, self._segments
+        with self._both() as (leaves, arrives):
+            with arrives:
+                for writer in of:
+                    segments.set(writer, 0, rank, _POSTED)
+            with leaves:
+                for reader in to:
+                    segments.wait(rank, 0, reader, _POSTED)
+                    place_at(reader).copy_(sent, non_blocking=True)
+                    segments.set(rank, 0, reader, _FULL)
+            with arrives:
+                for writer in of:
+                    segments.wait(writer, 0, rank, _FULL)
+
+    def through_host(self, ends: Ends, sent: Any, received: Callable[[int], Any]) -> None:
+        """Copy `sent` to the host, and what others sent from there, in pieces through slots."""
+        (to, of), rank, segments = ends, self._on.rank, self._segments
+        pieces = piece_count(sent.numel() * sent.element_size())
+        parts = {writer: received(writer).chunk(pieces) for writer in of}
+        with self._both() as (leaves, arrives):
+            for number, piece in enumerate(sent.chunk(pieces)):
+                slot = number % SLOTS
+                with leaves:
+                    for reader in to:
+                        segments.wait(rank, slot, reader, _EMPTY)
+                    if to:
+                        segments.slot(rank, slot, piece).copy_(piece, non_blocking=True)
+                    for reader in to:
+                        segments.set(rank, slot, reader, _FULL)
+                with arrives:
+                    for writer in of:
+                        segments.wait(writer, slot, rank, _FULL)
+                        part = parts[writer][number]
+                        part.copy_(segments.slot(writer, slot, part), non_blocking=True)
+                        segments.set(writer, slot, rank, _EMPTY)
+
+
+def piece_count(size: int) -> int:
+    """Return the pieces of a message of `size` bytes.
+
+    >>> piece_count(64 << 20), piece_count(1 << 20), piece_count(4096)
+    (16, 4, 1)
+    """
+    return max(1, min(MOST_PIECES, size // LEAST_PIECE))

@@ -1,0 +1,344 @@
+"""Means to move bytes between GPUs, on a rank: NCCL, symmetric memory, copy engines, and others.
+
+A means prepares calls of a row, each on buffers of its own, so every timed call can be compared
+with a formula. FlashInfer and vLLM never ran where this was written: they did not fit there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import cached_property, partial
+from typing import Any, NamedTuple, NoReturn
+
+from msgspec.structs import replace
+
+from tccl_py.experiments.calls import Call, Tensors, call_of, capture_graph, time_calls
+from tccl_py.experiments.collectives import COLLECTIVES, Collective
+from tccl_py.experiments.copies import Copies, Ends, Segments, piece_count
+from tccl_py.experiments.spec import BATCHES, MIB, JobSpec, Row, RowTimes, batches
+from tccl_py.experiments.together import run_beside
+from tccl_py.rank_processes.rank import Communicator, TimeSlot
+from tccl_py.workloads.workload import ELEMENT_BYTES
+
+NCCL = "nccl"
+_MOST_CALLS, _MOST_BYTES = 20, 128 * MIB
+"""Calls that follow each other in a batch, and the bytes of their buffers."""
+_TRANSFERS: tuple[Collective, ...] = ("send", "send_recv", "all_gather")
+
+
+def calls_in_batch(row: Row) -> int:
+    """Return the calls of a row that follow each other in a batch.
+
+    >>> [calls_in_batch(Row(bytes=size * MIB)) for size in (1, 16, 256)]
+    [20, 8, 1]
+    """
+    return max(1, min(_MOST_CALLS, _MOST_BYTES // row.bytes))
+
+
+def refuse(why: str) -> NoReturn:
+    """End this rank because the means cannot run here."""
+    sys.exit(f"error: {why}")
+
+
+class Task(NamedTuple):
+    """A row for a means: its ranks, the formula of its values, and buffers for each call."""
+
+    row: Row
+    on: Communicator
+    """The ranks of the row's communicator or, of transfers, of the group of this rank."""
+    tensors: Tensors
+    sent: list[Any]
+    received: list[Any]
+    """A means may replace them by its own."""
+
+    @property
+    def ends(self) -> Ends:
+        """Return the ranks that this rank sends to, and those that it receives from."""
+        ranks, place, world = self.on.members, self.on.place, self.on.world
+        others = [*ranks[place + 1 :], *ranks[:place]]
+        if self.row.collective == "all_gather":
+            return others, others
+        to, of = others[:1], others[-1:]
+        if self.row.collective == "send":
+            to, of = (to if place == 0 else []), (of if place == 1 else [])
+        return (to, of) if world > 1 else ([], [])
+
+    def block(self, received: Any, writer: int) -> Any:
+        """Return where a received buffer has what a rank sends."""
+        if self.row.collective != "all_gather":
+            return received
+        first = self.on.members.index(writer) * self.tensors.length
+        return received[first : first + self.tensors.length]
+
+
+class Job:
+    """What the rows of a rank share: memory that all ranks map, made when a row needs it."""
+
+    def __init__(self, communicator: Communicator, spec: JobSpec) -> None:
+        self.on, self.spec = communicator, spec
+
+    @cached_property
+    def symmetric(self) -> tuple[Any, Any]:
+        """A buffer in symmetric memory for all calls of a batch of any row, and its handle."""
+        if not self.on.cuda:
+            refuse("needs GPUs")
+        memory = importlib.import_module("torch.distributed._symmetric_memory")
+        size = max(row.bytes * calls_in_batch(row) for row in self.spec.rows)
+        kind, device = self.on.torch.bfloat16, self.on.device
+        buffer = memory.empty(size // 2, dtype=kind, device=device)
+        return buffer, memory.rendezvous(buffer, self.on.dist.group.WORLD)
+
+    @cached_property
+    def copies(self) -> Copies:
+        """Copies by copy engines."""
+        return Copies(self.on, self.segments)
+
+    @cached_property
+    def segments(self) -> Segments:
+        """Host memory for the largest piece of a row, in whole pages."""
+        pieces = (-(-row.bytes // piece_count(row.bytes)) for row in self.spec.rows)
+        return Segments(self.on, -(-max(pieces) // 4096) * 4096, self.spec.nodes)
+
+    @cached_property
+    def vllm(self) -> Any:
+        """The custom all-reduce of vLLM."""
+        module = _imported("vllm.distributed.device_communicators.custom_all_reduce")
+        made = module.CustomAllreduce(self.on.dist.group.WORLD, self.on.device)
+        getattr(made, "finalize_p2p", lambda: None)()
+        return refuse("vLLM disables its custom all-reduce here") if made.disabled else made
+
+    @cached_property
+    def flashinfer(self) -> tuple[Any, Any]:
+        """FlashInfer's module of all-reduces, and a workspace for the largest row."""
+        module, backend = map(_imported, ("flashinfer.comm", "flashinfer.comm.mnnvl"))
+        group, kind = self.on.dist.group.WORLD, self.on.torch.bfloat16
+        most = max(row.bytes for row in self.spec.rows) // (2 * _WIDTH) or 1
+        made = module.create_allreduce_fusion_workspace(
+            backend="trtllm", world_size=self.on.world, rank=self.on.rank, max_token_num=most,
+            hidden_dim=_WIDTH, dtype=kind, comm_backend=backend.TorchDistBackend(group=group),
+            group=group,
+        )  # fmt: skip
+        return module, made
+
+
+_WIDTH = 4096
+"""Elements of a token, in which FlashInfer counts."""
+
+
+def _imported(name: str) -> Any:
+    package = name.partition(".")[0]
+    if importlib.util.find_spec(package) is None:
+        refuse(f"{package} is not installed")
+    return importlib.import_module(name)
+
+
+Prepare = Callable[[Job, Task], Sequence[Call] | None]
+"""Returns a call for each buffer of a row; None where the means has none of this size."""
+
+
+class Means(NamedTuple):
+    """A means: its name in words, what it can do, and whether it needs P2P between all GPUs."""
+
+    words: str
+    collectives: tuple[Collective, ...]
+    prepare: Prepare
+    p2p: bool = True
+
+
+def _nccl(_: Job, task: Task) -> Sequence[Call]:
+    name, on = task.row.collective, task.on
+    if on.world == 1:
+        return [lambda: None]
+    if name == "all_reduce":
+        task.received[:] = task.sent
+        held: list[list[Any]] = [[buffer] for buffer in task.sent]
+    else:
+        held = [list(pair) for pair in zip(task.received, task.sent, strict=True)]
+    root = on.members[0]
+    return [call_of(on, name, buffers, on.members, root=root) for buffers in held]
+
+
+def _one_shot(job: Job, task: Task) -> Sequence[Call]:
+    buffer, _ = job.symmetric
+    reduce, group = _operation(job, "one_shot_all_reduce_copy_out")
+    part = buffer[: task.tensors.length]
+    pairs = zip(task.sent, task.received, strict=True)
+    return [partial(reduce, part, sent, "sum", group, received) for sent, received in pairs]
+
+
+def _operation(job: Job, name: str) -> tuple[Any, str]:
+    """Return an operation of torch's symmetric memory, and the name of its group."""
+    return getattr(job.on.torch.ops.symm_mem, name), job.on.dist.group.WORLD.group_name
+
+
+def _reduced_in_place(operation: str) -> Prepare:
+    """Return how an operation is prepared whose buffer is copied into and out of, as vLLM does."""
+
+    def prepare(job: Job, task: Task) -> Sequence[Call]:
+        buffer, handle = job.symmetric
+        if operation == "multimem_all_reduce_" and not handle.multicast_ptr:
+            refuse("NVLink has no multicast here")
+        reduce, group = _operation(job, operation)
+        part = buffer[: task.tensors.length]
+
+        def call(sent: Any, received: Any) -> None:
+            part.copy_(sent)
+            reduce(part, "sum", group)
+            received.copy_(part)
+
+        return [partial(call, *pair) for pair in zip(task.sent, task.received, strict=True)]
+
+    return prepare
+
+
+def _peer_copies(job: Job, task: Task) -> Sequence[Call]:
+    buffer, handle = job.symmetric
+    size = task.received[0].numel()
+    first = range(0, size * len(task.received), size)
+    task.received[:] = [buffer[at : at + size] for at in first]
+
+    def call(at: int, sent: Any, received: Any) -> None:
+        def place_at(reader: int) -> Any:
+            other = handle.get_buffer(reader, (size,), buffer.dtype, at)
+            return task.block(other, job.on.rank)
+
+        _keep_own(task, sent, received)
+        job.copies.to_peers(task.ends, sent, place_at)
+
+    return [partial(call, *of) for of in zip(first, task.sent, task.received, strict=True)]
+
+
+def _host_copies(job: Job, task: Task) -> Sequence[Call]:
+    def call(sent: Any, received: Any) -> None:
+        _keep_own(task, sent, received)
+        job.copies.through_host(task.ends, sent, partial(task.block, received))
+
+    return [partial(call, *pair) for pair in zip(task.sent, task.received, strict=True)]
+
+
+def _keep_own(task: Task, sent: Any, received: Any) -> None:
+    """Copy the part of a gather that is this rank's own."""
+    if task.row.collective == "all_gather":
+        task.block(received, task.on.rank).copy_(sent)
+
+
+def _vllm(job: Job, task: Task) -> Sequence[Call] | None:
+    made = job.vllm
+    if not made.should_custom_ar(task.sent[0]):
+        return None
+
+    def call(at: int) -> None:
+        task.received[at] = made.custom_all_reduce(task.sent[at])
+
+    return [partial(call, at) for at in range(len(task.sent))]
+
+
+def _flashinfer(job: Job, task: Task) -> Sequence[Call] | None:
+    module, workspace = job.flashinfer
+    if task.tensors.length % _WIDTH:
+        return None
+    pattern = module.AllReduceFusionPattern.kAllReduce
+
+    def call(at: int) -> None:
+        held = task.sent[at].view(-1, _WIDTH)
+        made = module.allreduce_fusion(input=held, workspace=workspace, pattern=pattern)
+        task.received[at] = made.view(-1)
+
+    return [partial(call, at) for at in range(len(task.sent))]
+
+
+MEANS: dict[str, Means] = {
+    NCCL: Means("NCCL", ("all_reduce", *_TRANSFERS), _nccl, p2p=False),
+    "one-shot": Means("torch's one-shot all-reduce", ("all_reduce",), _one_shot),
+    "two-shot": Means(
+        "torch's two-shot all-reduce", ("all_reduce",), _reduced_in_place("two_shot_all_reduce_")
+    ),
+    "multimem": Means(
+        "torch's multicast all-reduce", ("all_reduce",), _reduced_in_place("multimem_all_reduce_")
+    ),
+    "vllm": Means("vLLM's custom all-reduce", ("all_reduce",), _vllm),
+    "flashinfer": Means("FlashInfer's all-reduce", ("all_reduce",), _flashinfer),
+    "peer-copies": Means("copy engines to the peer", _TRANSFERS, _peer_copies),
+    "host-copies": Means(
+        "copy engines through pinned host memory", _TRANSFERS, _host_copies, p2p=False
+    ),
+}
+"""The means by name. To add one, add a function that prepares it, and its row here."""
+
+
+def time_means(communicator: Communicator, slot: TimeSlot, spec: JobSpec) -> Iterator[RowTimes]:
+    """Yield the times of each row of a job by its means; every result is compared."""
+    job, prepare = Job(communicator, spec), MEANS[spec.means].prepare
+    for row in spec.rows:
+        yield _time_row(job, prepare, slot, row)
+
+
+def _time_row(job: Job, prepare: Prepare, slot: TimeSlot, row: Row) -> RowTimes:
+    task = _task(job.on, row)
+    calls, wait = prepare(job, task), job.on.wait
+    if calls is None:
+        return batches(row, ())
+    expected = COLLECTIVES[row.collective].expected(task.tensors)
+    own, faults = task.sent[0].clone(), dict[str, None]()
+
+    def refill() -> None:
+        for buffer in task.received:
+            buffer.fill_(99)
+        for buffer in task.sent:
+            buffer.copy_(own)
+
+    def compare() -> None:
+        wait()
+        for buffer in task.received if expected is not None else ():
+            faults.update(dict.fromkeys(filter(None, [task.tensors.compare(buffer, expected)])))
+
+    def every() -> None:
+        for call in calls:
+            call()
+
+    seconds, gemms = list[float](), list[float]()
+    with ExitStack() as stack:
+        # The first calls connect the ranks, and are compared as well.
+        every()
+        compare()
+        timed: Call = every
+        if row.mode == "graph" and job.on.cuda:
+            timed = stack.enter_context(capture_graph(job.on, every))
+
+        def lead() -> None:
+            timed()
+            refill()
+
+        if row.beside:
+            for together, gemm in run_beside(job.on, slot, timed, refill):
+                seconds.append(together)
+                gemms.append(gemm)
+                compare()
+        for _ in range(0 if row.beside else BATCHES):
+            with slot():
+                seconds.append(time_calls(job.on, lead, timed))
+            compare()
+        job.on.dist.barrier()
+    if task.on.world == 1:
+        return batches(row, ())
+    times = batches(row, [each / len(calls) for each in seconds])
+    return replace(times, fault=next(iter(faults), ""), gemms=tuple(gemms))
+
+
+def _task(communicator: Communicator, row: Row) -> Task:
+    """Return a row's task, each of its buffers filled."""
+    mine = (group for group in row.groups if communicator.rank in group)
+    members = next(mine, (communicator.rank,)) if row.groups else communicator.members
+    on = dataclasses.replace(communicator, members=members)
+    facts = COLLECTIVES[row.collective]
+    parts = on.world if any(facts.buffers) else 1
+    length = row.bytes // (ELEMENT_BYTES[row.dtype] * parts)
+    tensors = Tensors(on, getattr(on.torch, row.dtype), length, False)
+    count = calls_in_batch(row)
+    sent = [tensors.own() for _ in range(count)]
+    return Task(row, on, tensors, sent, [tensors.empty(parts) for _ in range(count)])

@@ -1,0 +1,314 @@
+"""Means compared: rows by each of them in jobs of its own, and the best one by message size."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, pairwise, permutations
+from statistics import geometric_mean, median
+from typing import Annotated, NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from tccl_py.errors import MeasurementError, require
+from tccl_py.experiments.collectives import Collective
+from tccl_py.experiments.comparison import row_seconds
+from tccl_py.experiments.jobs import Arm, Launcher, Outcome, round_order
+from tccl_py.experiments.means import MEANS, NCCL, Means
+from tccl_py.experiments.spec import GEMM, KIB, MIB, Groups, JobSpec, Row, rows_of
+from tccl_py.experiments.target import Target
+from tccl_py.files import pick, says
+from tccl_py.model.measurement import Backend
+from tccl_py.plan.chains import sender_nodes
+from tccl_py.plan.results import Kept, ProvenLinks
+from tccl_py.plan.text import plan_name
+from tccl_py.rank_processes.tasks import RanksError
+from tccl_py.workloads.bundled import BUNDLED, load_bundled
+
+ROUNDS = 3
+DEADLINE_S = 60.0
+"""Of a job: one of all rows takes 10 to 20 s, and one that hangs may not take much longer."""
+AS_GOOD = 0.02
+"""A means has to beat default NCCL by this share."""
+_REDUCED = tuple(KIB << shift for shift in range(0, 17, 2))
+_SENT = tuple(64 * KIB << shift for shift in range(0, 13, 2))
+_GATHERED = tuple(64 * KIB << shift for shift in range(0, 11, 2))
+_LARGEST_DRY = MIB
+
+Kind = tuple[Collective, str, bool]
+"""A collective, its mode, and whether a GEMM runs beside it."""
+
+
+class MeansRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A row by each means: many calls back to back."""
+
+    collective: Collective
+    bytes: int
+    mode: Annotated[str, says("`graph` of a CUDA graph, or `eager`")]
+    beside_gemm: bool
+    groups: Annotated[Groups, says("ranks that send to each other; none for all")] = ()
+    best: Annotated[str, says("the means to take: `nccl` unless another one is 2 % faster")]
+    best_us: float
+    default_us: Annotated[float | None, says("by default NCCL; null where it is out")]
+    us: Annotated[dict[str, float], says("of a call, by means")]
+    gemm: Annotated[
+        dict[str, float], says("how many times as long the GEMM takes as alone, by means")
+    ]
+
+    @property
+    def kind(self) -> Kind:
+        """Return what rows of different sizes have in common."""
+        return self.collective, self.mode, self.beside_gemm
+
+
+class Regret(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One means for all sizes of a kind of rows, beside the best of each."""
+
+    collective: Collective
+    mode: str
+    beside_gemm: bool
+    name: Annotated[str, says("the means")]
+    mean: Annotated[float, says("share of time lost, over the sizes")]
+    worst: Annotated[float, says("share of time lost at its worst size")]
+
+
+class StepByMeans(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Communication of a bundled workload in a step, from the rows' times between sizes."""
+
+    best_s: Annotated[float, says("each call by the best means of its size")]
+    default_s: Annotated[float | None, says("by default NCCL")]
+
+
+class MeansTable(Kept, frozen=True, kw_only=True):
+    """Which means is best for which message size, as jobs measured it on a plan's host."""
+
+    FILE = "means.json"
+    machine: str
+    gpus: tuple[int, ...]
+    backend: Backend
+    rows: tuple[MeansRow, ...]
+    regrets: tuple[Regret, ...]
+    workloads: Annotated[dict[str, StepByMeans], says("bundled ones whose calls were timed")]
+    out: Annotated[dict[str, str], says("means that cannot run, hang or give wrong values: why")]
+    environments: Annotated[dict[str, dict[str, str]], says("NCCL's variables of each means")]
+    rounds: Annotated[int, says("jobs of each means")]
+    versions: dict[str, str]
+    devices: Annotated[tuple[str, ...], says("names in rank order")]
+    seconds: float
+
+    @property
+    def dry_run(self) -> bool:
+        """Return whether jobs ran over gloo."""
+        return self.backend == "host"
+
+    def fault(self) -> str:
+        """Return what makes it no table of means: a row without the times of its best."""
+        return "" if all(row.best in row.us for row in self.rows) else "lacks a time"
+
+
+class _Contender(NamedTuple):
+    name: str
+    arm: Arm
+    spec: JobSpec
+
+
+def means_rows(world: int, sizes: Sequence[int] | None = None) -> tuple[Row, ...]:
+    """Return the rows of all means, of these sizes alone if given.
+
+    Neighbours send in pairs, as the stages of a pipeline.
+    """
+    pairs = tuple((first, first + 1) for first in range(0, world - 1, 2))
+
+    def rows(
+        all_sizes: Iterable[int], name: Collective, groups: Groups = (), mode: str = "eager"
+    ) -> Iterator[Row]:
+        wanted = [size for size in all_sizes if sizes is None or size in sizes]
+        for row in rows_of(wanted, (name,), "bfloat16", groups=(groups,)):
+            yield replace(row, mode=mode)
+
+    reduced = [*rows(_REDUCED, "all_reduce", mode="graph"), *rows(_REDUCED, "all_reduce")]
+    sent = [*rows(_SENT, "send", pairs)]
+    beside = [replace(row, beside=(GEMM,)) for row in sent]
+    both = rows(_SENT, "send_recv", pairs)
+    return *reduced, *sent, *beside, *both, *rows(_GATHERED, "all_gather")
+
+
+def measure_means(
+    target: Target,
+    launcher: Launcher,
+    *,
+    seconds: float,
+    sizes: Sequence[int] | None = None,
+    known: Mapping[str, Means] = MEANS,
+) -> MeansTable:
+    """Time rows by each means in jobs of its own, in rounds, and compare every value.
+
+    No round but the first begins after `seconds`. `sizes` are bytes, None for those of all rows. A
+    means that hangs, fails or gives a wrong value is out, with all its times. Raises InputError: a
+    plan of several hosts, or no row has one of the sizes; MeasurementError: no means gave right
+    values.
+    """
+    begun, dry = time.monotonic(), launcher.backend == "host"
+    require(not target.hosts, "means", "are compared on one host", "name the plan of one")
+    if dry and sizes is None:
+        sizes = [size for size in _REDUCED if size <= _LARGEST_DRY]
+    rows = means_rows(launcher.world, sizes)
+    require(rows, "`sizes`", "has no size of a row", "leave it out")
+    contenders = _contenders(target, known, rows)
+    # Choices of NCCL are the same over gloo.
+    contenders = [each for each in contenders if not dry or each.name in known]
+    out = {} if dry else _without_p2p(target, launcher, known)
+    jobs: dict[str, list[Outcome]] = {}
+    launcher = replace(launcher, timeout=min(launcher.timeout, DEADLINE_S))
+    for number in range(ROUNDS):
+        if number and time.monotonic() - begun > seconds:
+            break
+        for contender in round_order(contenders, number):
+            name = contender.name
+            if name in out:
+                continue
+            launcher.watch(f"round {number + 1} of {ROUNDS}: {name}")
+            try:
+                (job,) = launcher.run([contender.arm], contender.spec)
+            except RanksError as error:
+                out[name] = f"hangs: {error.what}" if error.late else _failure(error)
+                continue
+            jobs.setdefault(name, []).append(job)
+            faults = (times.fault for rank in job.results for times in rank.times)
+            if wrong := next(filter(None, faults), ""):
+                out[name] = f"wrong values: {wrong}"
+    sound = {name: jobs[name] for name in jobs if name not in out}
+    if not sound:
+        why = "; ".join(f"{name}: {text}" for name, text in out.items())
+        raise MeasurementError(f"no means gave right values: {why}")
+    table = tuple(_rows_of_table(rows, sound))
+    ranks = next(iter(sound.values()))[0].results
+    return MeansTable(
+        machine=plan_name(target.plan),
+        gpus=target.gpus,
+        backend=launcher.backend,
+        rows=table,
+        regrets=tuple(_regrets(table)),
+        workloads=dict(_workloads(table, launcher.world)),
+        out=out,
+        environments={each.name: launcher.variables(each.arm) for each in contenders},
+        rounds=max(map(len, sound.values())),
+        versions={"torch": ranks[0].torch, "nccl": ranks[0].nccl},
+        devices=tuple(rank.device for rank in ranks),
+        seconds=time.monotonic() - begun,
+    )
+
+
+def _contenders(
+    target: Target, known: Mapping[str, Means], rows: Sequence[Row]
+) -> list[_Contender]:
+    """Return default NCCL, other means beside it, and the plan's choices of NCCL."""
+    plan, (first, *choices) = target.plan, target.arms
+    nodes = dict(zip(plan.gpus, sender_nodes(plan.machine, plan.rings), strict=True))
+
+    def contender(name: str, means: str, arm: Arm) -> _Contender:
+        able = tuple(row for row in rows if row.collective in known[means].collectives)
+        return _Contender(name, arm, JobSpec(rows=able, means=means, nodes=tuple(nodes.values())))
+
+    made = [contender(name, name, first) for name in known]
+    made += [contender(f"{NCCL}-{arm.name}", NCCL, arm) for arm in choices]
+    return [each for each in made if each.spec.rows]
+
+
+def _without_p2p(target: Target, launcher: Launcher, known: Mapping[str, Means]) -> dict[str, str]:
+    """Return the means that need P2P, where it is disabled or not proven, each with why."""
+    plan, proof = target.plan, ProvenLinks.load(target.directory)
+    pairs = permutations(plan.gpus, 2)
+    lacking = [pair for pair in pairs if not plan.knowledge.can_access(plan.machine, *pair)]
+    why = ""
+    if launcher.variables(target.arms[0]).get("NCCL_P2P_DISABLE") == "1":
+        why = "NCCL_P2P_DISABLE=1 disables P2P"
+    elif proof is None or proof.proof.verdict != "sound":
+        found = "not proven" if proof is None else f"{proof.proof.verdict}: {proof.proof.what}"
+        why = f"needs P2P, and the plan's proof of links is: {found}"
+    elif lacking:
+        why = "needs P2P, which GPUs {} and {} do not have".format(*lacking[0])
+    return {name: f"cannot run: {why}" for name in known if why and known[name].p2p}
+
+
+def _failure(error: RanksError) -> str:
+    """Return why a means cannot run, by what a rank said, or how it failed."""
+    refused = error.said.removeprefix("error: ")
+    return f"cannot run: {refused}" if refused != error.said else f"fails: {error}"
+
+
+def _rows_of_table(
+    rows: Sequence[Row], jobs: Mapping[str, Sequence[Outcome]]
+) -> Iterator[MeansRow]:
+    """Yield the rows that any means timed: medians over rounds of the slowest rank."""
+    seconds = {name: row_seconds(of) for name, of in jobs.items()}
+    gemms: dict[tuple[str, Row], list[float]] = {}
+    for name, of in jobs.items():
+        for times in chain.from_iterable(rank.times for job in of for rank in job.results):
+            gemms.setdefault((name, times.row), []).extend(times.gemms)
+    for row in rows:
+        us = {name: 1e6 * median(of[row]) for name, of in seconds.items() if row in of}
+        if not us:
+            continue
+        fastest, default = min(us, key=lambda name: us[name]), us.get(NCCL)
+        best = NCCL if default and default <= us[fastest] * (1 + AS_GOOD) else fastest
+        yield MeansRow(
+            **pick(row, "collective", "bytes", "mode", "groups"),
+            beside_gemm=bool(row.beside),
+            best=best,
+            best_us=us[best],
+            default_us=default,
+            us=us,
+            gemm={name: median(gemms[name, row]) for name in us if gemms[name, row]},
+        )
+
+
+def kinds_of(rows: Iterable[MeansRow]) -> dict[Kind, list[MeansRow]]:
+    """Return the rows of each kind, by size."""
+    kinds: dict[Kind, list[MeansRow]] = {}
+    for row in sorted(rows, key=lambda row: row.bytes):
+        kinds.setdefault(row.kind, []).append(row)
+    return kinds
+
+
+def _regrets(rows: Sequence[MeansRow]) -> Iterator[Regret]:
+    """Yield what each means that has all sizes of a kind loses where it is taken for all."""
+    for (collective, mode, beside_gemm), same in kinds_of(rows).items():
+        for name in same[0].us:
+            if all(name in row.us for row in same):
+                lost = [row.us[name] / min(row.us.values()) for row in same]
+                yield Regret(
+                    collective=collective,
+                    mode=mode,
+                    beside_gemm=beside_gemm,
+                    name=name,
+                    mean=geometric_mean(lost) - 1,
+                    worst=max(lost) - 1,
+                )
+
+
+def _workloads(rows: Sequence[MeansRow], world: int) -> Iterator[tuple[str, StepByMeans]]:
+    """Yield the bundled workloads whose calls are of timed kinds, with the time of a step."""
+    kinds = kinds_of(rows)
+    modes = {"all_reduce": "graph"}
+    for name in BUNDLED:
+        calls = load_bundled(name, world).rows
+        wanted = [(of.collective, modes.get(of.collective, "eager"), False) for of in calls]
+        same = list(map(kinds.get, wanted))
+        pairs = [(of, kind) for of, kind in zip(calls, same, strict=True) if kind]
+        if len(pairs) == len(calls):
+            best = sum(of.calls * _between(of.bytes, kind, "best_us") for of, kind in pairs)
+            known = all(row.default_us for _, kind in pairs for row in kind)
+            default = (of.calls * _between(of.bytes, kind, "default_us") for of, kind in pairs)
+            seconds = sum(default) / 1e6 if known else None
+            yield name, StepByMeans(best_s=best / 1e6, default_s=seconds)
+
+
+def _between(size: int, rows: Sequence[MeansRow], field: str) -> float:
+    """Return the time of a size from those of the sizes around it; beyond the last, by bytes."""
+    times = [(row.bytes, float(getattr(row, field))) for row in rows]
+    for (low, before), (high, after) in pairwise([(0, times[0][1]), *times]):
+        if size <= high:
+            return before + (size - low) / (high - low) * (after - before)
+    return times[-1][1] * size / times[-1][0]
