@@ -14,6 +14,7 @@ import msgspec
 from tccl_py.cli.env import Env
 from tccl_py.cli.measure import Measured
 from tccl_py.cli.show import Difference
+from tccl_py.experiments.means_table import MeansTable
 from tccl_py.files import TextValue
 from tccl_py.health.comparison import HostsCompared
 from tccl_py.health.doctor import Diagnosis
@@ -39,6 +40,7 @@ COMMANDS: Mapping[str, Any] = {
     "plan": PlanReport,
     "env": Env,
     "verify": Verified,
+    "means": MeansTable,
     "check": Checked,
     "advise": AdviceReport,
     "discover": list[ModelSummary],
@@ -52,6 +54,7 @@ COMMANDS: Mapping[str, Any] = {
 }
 TITLES = {
     "plan": "tccl plan, tccl show",
+    "means": "tccl verify --means",
     "pairs": "tccl measure without sets",
     "diff": "tccl show of two plans",
     "hosts": "tccl doctor --compare",

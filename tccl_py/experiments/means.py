@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import cached_property, partial
@@ -17,8 +19,9 @@ from typing import Any, NamedTuple, NoReturn
 
 from msgspec.structs import replace
 
+from tccl_py.errors import size_text
 from tccl_py.experiments.calls import Call, Tensors, call_of, capture_graph, time_calls
-from tccl_py.experiments.collectives import COLLECTIVES, Collective
+from tccl_py.experiments.collectives import COLLECTIVE_WORDS, COLLECTIVES, Collective
 from tccl_py.experiments.copies import Copies, Ends, Segments, piece_count
 from tccl_py.experiments.spec import BATCHES, MIB, JobSpec, Row, RowTimes, batches
 from tccl_py.experiments.together import run_beside
@@ -26,6 +29,9 @@ from tccl_py.rank_processes.rank import Communicator, TimeSlot
 from tccl_py.workloads.workload import ELEMENT_BYTES
 
 NCCL = "nccl"
+HANGS = "hangs:"
+ROW_S = 20.0
+"""Seconds after which a row hangs: its calls take a second at most."""
 _MOST_CALLS, _MOST_BYTES = 20, 128 * MIB
 """Calls that follow each other in a batch, and the bytes of their buffers."""
 _TRANSFERS: tuple[Collective, ...] = ("send", "send_recv", "all_gather")
@@ -275,7 +281,18 @@ def time_means(communicator: Communicator, slot: TimeSlot, spec: JobSpec) -> Ite
     """Yield the times of each row of a job by its means; every result is compared."""
     job, prepare = Job(communicator, spec), MEANS[spec.means].prepare
     for row in spec.rows:
+        late = threading.Timer(ROW_S, _end_late, [row])
+        late.daemon = True
+        late.start()
         yield _time_row(job, prepare, slot, row)
+        late.cancel()
+
+
+def _end_late(row: Row) -> None:
+    """End this rank, whose calls wait for ever."""
+    what = f"{COLLECTIVE_WORDS[row.collective]} of {size_text(row.bytes)}"
+    print(f"error: {HANGS} {what} did not end in {ROW_S:g} s", flush=True)
+    os._exit(1)
 
 
 def _time_row(job: Job, prepare: Prepare, slot: TimeSlot, row: Row) -> RowTimes:

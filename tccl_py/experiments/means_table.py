@@ -15,7 +15,7 @@ from tccl_py.errors import MeasurementError, require
 from tccl_py.experiments.collectives import Collective
 from tccl_py.experiments.comparison import row_seconds
 from tccl_py.experiments.jobs import Arm, Launcher, Outcome, round_order
-from tccl_py.experiments.means import MEANS, NCCL, Means
+from tccl_py.experiments.means import HANGS, MEANS, NCCL, Means
 from tccl_py.experiments.spec import GEMM, KIB, MIB, Groups, JobSpec, Row, rows_of
 from tccl_py.experiments.target import Target
 from tccl_py.files import pick, says
@@ -172,7 +172,7 @@ def measure_means(
             try:
                 (job,) = launcher.run([contender.arm], contender.spec)
             except RanksError as error:
-                out[name] = f"hangs: {error.what}" if error.late else _failure(error)
+                out[name] = f"{HANGS} {error.what}" if error.late else _failure(error)
                 continue
             jobs.setdefault(name, []).append(job)
             faults = (times.fault for rank in job.results for times in rank.times)
@@ -233,9 +233,11 @@ def _without_p2p(target: Target, launcher: Launcher, known: Mapping[str, Means])
 
 
 def _failure(error: RanksError) -> str:
-    """Return why a means cannot run, by what a rank said, or how it failed."""
-    refused = error.said.removeprefix("error: ")
-    return f"cannot run: {refused}" if refused != error.said else f"fails: {error}"
+    """Return why a means is out: by what a rank said, or how it failed."""
+    said = error.said.removeprefix("error: ")
+    if said.startswith(HANGS):
+        return said
+    return f"cannot run: {said}" if said != error.said else f"fails: {error}"
 
 
 def _rows_of_table(
