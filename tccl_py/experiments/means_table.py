@@ -145,12 +145,10 @@ def measure_means(
     """Time rows by each means in jobs of its own, in rounds, and compare every value.
 
     No round but the first begins after `seconds`. `sizes` are bytes, None for those of all rows. A
-    means that hangs, fails or gives a wrong value is out, with all its times. Raises InputError: a
-    plan of several hosts, or no row has one of the sizes; MeasurementError: no means gave right
-    values.
+    means that hangs, fails or gives a wrong value is out, with all its times. Raises InputError: no
+    row has one of the sizes; MeasurementError: no means gave right values.
     """
     begun, dry = time.monotonic(), launcher.backend == "host"
-    require(not target.hosts, "means", "are compared on one host", "name the plan of one")
     if dry and sizes is None:
         sizes = [size for size in _REDUCED if size <= _LARGEST_DRY]
     rows = means_rows(launcher.world, sizes)

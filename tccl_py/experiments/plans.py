@@ -116,6 +116,7 @@ def compare_means(
     directory: Path, launcher: Launcher, *, seconds: float, sizes: Sequence[int] | None = None
 ) -> MeansTable:
     """Time NCCL and other means on a plan's machine, and keep the table; see `measure_means`."""
+    require(launcher.job is None, "`means`", "are compared on one host", "leave mpirun or srun out")
     plan = load_plan(directory)
     check_files(directory)
     require(os.access(directory, os.W_OK), str(directory), "cannot be written", SPACE)
