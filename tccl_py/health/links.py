@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import chain, combinations
 
 from tccl_py.health.checks import check_container, check_limits, check_shared_memory
 from tccl_py.health.host import Defect, HostState, list_names
@@ -79,8 +79,9 @@ def judge_links(
     default = [job for job in others if job.level is None]
     working = {pair for job in others if job.proof.verdict == "sound" for pair in job.uses}
     # 1. Faults: pairs that were shown to be broken, then jobs that these do not explain.
-    broken = _broken_pairs(pairs)
-    faults = [_join(broken.values())] if broken else []
+    reasons = _broken_pairs(pairs)
+    broken = {pair: _join(clauses) for pair, clauses in reasons.items()}
+    faults = [_join(chain.from_iterable(reasons.values()))] if reasons else []
     if broken and default and not any(job.uses & broken.keys() for job in default):
         faults.append("default NCCL does not use these links")
     doubts = [unable] if unable else []
@@ -178,8 +179,8 @@ def _list_tried(
         )
 
 
-def _broken_pairs(pairs: Sequence[PairProof]) -> dict[Pair, str]:
-    """Return the pairs that are broken in a direction, with the reason.
+def _broken_pairs(pairs: Sequence[PairProof]) -> dict[Pair, list[str]]:
+    """Return the pairs that are broken in a direction, with the reasons.
 
     A way to map memory that is refused breaks no pair for which another one works.
     """
@@ -190,7 +191,7 @@ def _broken_pairs(pairs: Sequence[PairProof]) -> dict[Pair, str]:
         if proof.verdict in _BAD and not refused:
             clause = proof.what or f"{_name(proof)} {_WORDS[proof.verdict]}"
             broken.setdefault(_pair(proof.source, proof.target), []).append(clause)
-    return {pair: _join(clauses) for pair, clauses in broken.items()}
+    return broken
 
 
 def _join(clauses: Iterable[str]) -> str:
