@@ -23,8 +23,9 @@ from tccl_py.nccl.network import chain_hop_space, nic_pair
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.transport import final_channels
 from tccl_py.nccl.view import view
+from tccl_py.plan.chains import Choice
 from tccl_py.plan.load import load_plan, off_rails
-from tccl_py.plan.tables import DefaultChains, KeptTable
+from tccl_py.plan.tables import KeptTable
 from tccl_py.planning.chain_search import ClassStudy, HostTask, used_nics
 from tccl_py.planning.host_rings import RingSearch, rail_tuples
 from tccl_py.planning.hosts import whole_ring
@@ -75,10 +76,8 @@ def node_of(node_class, source, *, budget=SMALL, **more):
         nics=task.nics,
         simulated=True,
         default_settings=SETTINGS,
-        rated_default=DefaultChains(
-            settings=SETTINGS, distinct=1, chains=(), cross_nic=2, rate_gbps=1.0
-        ),
-        default="not asked",
+        rated_default=Choice(name="variables", settings=SETTINGS, predicted_gbps=1.0),
+        default=Choice(name="default", settings=SETTINGS, note="not asked"),
     )
     return ClassStudy(node_class, task, empty)
 

@@ -14,15 +14,15 @@ from tccl_py.model.cluster import Cluster, Host, NodeClass, gpus_text
 from tccl_py.model.machine import Knowledge
 from tccl_py.model.reports import HostReport, cluster_of
 from tccl_py.model.rings import Hop
-from tccl_py.nccl.graph_search import DefaultChain
 from tccl_py.nccl.network import chain_hop_space, paired_chain_set
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.validator import NodeJob, validate_cluster
 from tccl_py.nccl.view import view
+from tccl_py.plan.chains import Choice
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import check_plan, load_plan
 from tccl_py.plan.staging import check_files
-from tccl_py.plan.tables import ClassRates, DefaultChains, KeptChains, KeptTable, table_files
+from tccl_py.plan.tables import ClassRates, KeptChains, KeptTable, table_files
 from tccl_py.planning.jobs import bound_of, plan_of_job
 from tccl_py.planning.join import plan_over
 from tccl_py.planning.planner import make_cluster_plan
@@ -61,13 +61,8 @@ def table(number, gpus, rates):
             )
     best = max(paired, key=lambda one: one.rate_gbps)
     marked = msgspec.structs.replace(best, best=True, chosen=True)
-    own = DefaultChains(
-        settings=UNDER,
-        distinct=len(best.pairs),
-        chains=(DefaultChain(0, gpus, 0),),
-        cross_nic=2,
-        rate_gbps=min(rate for rate in rates.values() if rate),
-    )
+    slowest = min(rate for rate in rates.values() if rate)
+    own = Choice(name="default", settings=UNDER, predicted_gbps=slowest)
     kept = KeptTable(
         node_class=f"box{number}",
         gpus=gpus,

@@ -16,11 +16,11 @@ from tccl_py.errors import InputError
 from tccl_py.files import check_version, decode_json, encode_line, pick, read_text
 from tccl_py.model.cluster import NodeClass, gpus_text, shown
 from tccl_py.model.rings import Hop, Ring
-from tccl_py.nccl.graph_search import DefaultChain
+from tccl_py.nccl.graph_search import DefaultChoice, default_choice
 from tccl_py.nccl.network import NicPair
 from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.nccl.view import NcclView, view
-from tccl_py.plan.chains import PlanChain, Rate, plan_chain
+from tccl_py.plan.chains import Choice, PlanChain, Rate, plan_chain
 from tccl_py.plan.staging import AGAIN, TABLES, check_files, read_manifest
 
 FORMAT_VERSION = 3
@@ -33,42 +33,30 @@ Most = tuple[float, tuple[str, ...]]
 """A bound, GB/s, and what it assumes."""
 
 
-class DefaultChains(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """NCCL's own chains on a host, under the variables without which they have no rate.
-
-    `distinct` is the number of different chains; the rest is as of DefaultChoice and KeptChains.
-    """
-
-    settings: Settings
-    distinct: int
-    chains: tuple[DefaultChain, ...]
-    cross_nic: int
-    rate_gbps: Rate
-    error: float = 0.0
-    assumed: bool = False
-    fallback: bool = False
-
-
 class KeptChains(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The best chains on a host between these NICs, and the rate of all together, GB/s.
-
-    `under` is the number of the table's settings; a chain lists numbers of the table's hops, and
-    `gbps` their rates. `error` is half the 95 % interval, relative. `best` marks the best set of so
-    many chains under the settings, with a bound and its assumptions, `chosen` a result
-    of the search over settings.
-    """
+    """The best chains on a host between some NICs."""
 
     under: int
+    """The number of the table's settings."""
     pairs: NicPairs
     chains: tuple[tuple[int, ...], ...]
+    """The numbers of the table's hops, by chain."""
     gbps: tuple[tuple[Rate, ...], ...]
+    """The rates of these hops."""
     rate_gbps: Rate
+    """The rate of all chains together."""
     error: float = 0.0
+    """Half the 95 % interval of the rate, relative."""
     assumed: bool = False
+    """Whether assumed values lie behind the rate."""
     bound_gbps: Rate | None = None
+    """What no chains exceed: as many under the settings if these are the best, else between the
+    NICs."""
     bound_assumptions: tuple[str, ...] = ()
     best: bool = False
+    """Whether these are the best of so many chains under the settings."""
     chosen: bool = False
+    """Whether they are a result of the search over settings."""
 
 
 class KeptTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -80,9 +68,11 @@ class KeptTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     simulated: bool
     dry_run: bool = False
     default_settings: Settings
-    rated_default: DefaultChains
-    default: DefaultChains | str
-    railed: DefaultChains | None = None
+    rated_default: Choice
+    """NCCL's own chains under the variables without which they have no rate."""
+    default: Choice
+    """Default NCCL, with the reason where it has no rate."""
+    railed: Choice | None = None
     """NCCL's own chains with NCCL_CROSS_NIC=0, where hosts are on rails."""
     settings: tuple[Settings, ...] = ()
     hops: tuple[Hop, ...] = ()
@@ -94,22 +84,19 @@ class KeptTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class ClassRates:
-    """The rates of chains on the hosts of a class by a table; a ClassStudy searches for further.
+    """The rates of chains on the hosts of a class by a table; a ClassStudy searches for further."""
 
-    `default` is default NCCL, or the reason why it has no rate; `rated_default` has the variables
-    without which it has none. `searches` tells a study, and `cancelled` of its interruption.
-    """
-
-    searches, cancelled, sets_by_symmetry = False, False, 0
+    searches = False
+    """Whether further chains are searched for: it is a study."""
+    cancelled = False
+    """Whether an interruption ended the study."""
+    sets_by_symmetry = 0
 
     def __init__(self, node_class: NodeClass, kept: KeptTable) -> None:
         self.node_class, self.kept = node_class, kept
         self.gpus, self.nics = kept.gpus, kept.nics
-        self.rated_default, self.default, self.closed = (
-            kept.rated_default,
-            kept.default,
-            kept.closed,
-        )
+        self.rated_default, self.default = kept.rated_default, kept.default
+        self.closed = kept.closed
         self._settings = {settings: number for number, settings in enumerate(kept.settings)}
         self._hops = {hop: number for number, hop in enumerate(kept.hops)}
         self._between: dict[tuple[Settings, NicPairs], KeptChains | None] = {
@@ -125,6 +112,10 @@ class ClassRates:
         """Return NCCL's view of a host, with the GPUs of the table."""
         host = self.node_class
         return view(host.machine, host.knowledge, settings, gpus=self.gpus)
+
+    def own_rings(self, choice: Choice) -> DefaultChoice:
+        """Return NCCL's own chains on a host by a choice without a graph file."""
+        return default_choice(self.view(choice.settings), nodes=2)
 
     @cached_property
     def choices(self) -> Sequence[tuple[Settings, KeptChains]]:

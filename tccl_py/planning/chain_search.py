@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 
 from tccl_py.errors import BudgetSpentError, InputError, MeasurementError, SearchError
-from tccl_py.files import pick
 from tccl_py.model.cluster import NodeClass
 from tccl_py.model.machine import Machine, Nic
 from tccl_py.model.measurement import Measurement
@@ -30,10 +29,12 @@ from tccl_py.nccl.network import (
 )
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import NcclView
-from tccl_py.plan.tables import ClassRates, DefaultChains, KeptChains, KeptTable, Most, NicPairs
+from tccl_py.plan.chains import Choice, ChoiceName
+from tccl_py.plan.tables import ClassRates, KeptChains, KeptTable, Most, NicPairs
 from tccl_py.planning.choices import WORTH, rate_default, rate_own
 from tccl_py.planning.request import Rings, Task, rings_under
 from tccl_py.planning.study import (
+    SIMPLE_ORDER,
     Candidate,
     answer_under,
     candidate_of,
@@ -201,19 +202,20 @@ class ClassStudy(ClassRates):
             simulated=task.source.simulated,
             dry_run=task.source.dry_run,
             default_settings=task.default_settings,
-            rated_default=_default_chains(variables),
-            default=search.note if default is None else _default_chains(default),
+            rated_default=_own("variables", variables),
+            default=Choice(name="default", settings=task.default_settings, note=search.note)
+            if default is None
+            else _own("default", default),
             railed=self._rate_railed(variables.settings) if task.railed else None,
             notices=tuple(dict.fromkeys(note for result in results for note in result.notices)),
         )
 
-    def _rate_railed(self, settings: Settings) -> DefaultChains | None:
+    def _rate_railed(self, settings: Settings) -> Choice | None:
         """Rate NCCL's own chains that leave hosts by the NIC of their entry; None if that fails."""
         under = msgspec.structs.replace(settings, cross_nic=0, min_channels=None)
         with suppress(SearchError, MeasurementError):
-            return _default_chains(
-                rate_default(self.task, under, self.task.own_choice(under), well=True)
-            )
+            own = rate_default(self.task, under, self.task.own_choice(under), well=True)
+            return _own("variables", own)
         return None
 
     def _search_gdr(self, best: Candidate) -> Iterator[tuple[Settings, SearchResult]]:
@@ -387,12 +389,8 @@ def needed_variables(task: Task, default: Candidate | None) -> Iterator[Candidat
     except SearchError:
         # Over NICs NCCL would go from GPU to GPU here, and no source says at which rate.
         alone = msgspec.structs.replace(usual.settings, net_disable_intra=True)
-        yield rate_default(task, alone, usual, well=True)
+        yield rate_default(task, alone, task.own_choice(alone), well=True)
 
 
-def _default_chains(own: Candidate) -> DefaultChains:
-    return DefaultChains(
-        **pick(own, "settings", "rate_gbps", "error", "assumed"),
-        **pick(own.nccl, "chains", "cross_nic", "fallback"),
-        distinct=own.ring_count,
-    )
+def _own(name: ChoiceName, own: Candidate) -> Choice:
+    return own.as_choice(name, SIMPLE_ORDER if own.nccl is not None and own.nccl.fallback else "")

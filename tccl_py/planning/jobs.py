@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from math import inf
 from pathlib import Path, PurePosixPath
 
@@ -36,7 +37,7 @@ from tccl_py.plan.machine_files import conf_text, env_text
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.retuning import retune
 from tccl_py.plan.staging import write_new_directory
-from tccl_py.plan.tables import ClassRates, DefaultChains, KeptTable, read_tables
+from tccl_py.plan.tables import ClassRates, KeptTable, read_tables
 from tccl_py.planning.cables import failing
 from tccl_py.planning.join import plan_over
 from tccl_py.planning.request import PlanRequest
@@ -218,54 +219,55 @@ def image_of(table: KeptTable, host: NodeClass, gpus: tuple[int, ...]) -> KeptTa
     NCCL has to move every hop as the mapped one, and to choose the mapped chains by itself.
     """
     old, new = (_own_choice(host, table.default_settings, ids) for ids in (table.gpus, gpus))
-    rated = isinstance(table.default, DefaultChains)
+    rated = table.default.rate_gbps is not None
     unlike = msgspec.structs.replace(old, rings=new.rings, chains=new.chains) != new
-    if unlike or (rated and table.default != table.rated_default):
+    if unlike or (rated and table.default.settings != table.rated_default.settings):
         return None
     symmetry = automorphisms(host.machine, host.knowledge)
     nics = [f"N{nic}" for nic in table.nics]
     fits = onto(symmetry, [f"G{gpu}" for gpu in table.gpus], [f"G{gpu}" for gpu in gpus])
     for row in symmetry.elements[fits & onto(symmetry, nics, nics)][:_MOST_TRIED]:
-        image = _relabel(table, gpus, mapping(symmetry, row))
-        if Counter(image.rated_default.chains) == Counter(new.chains) and _is_possible(image, host):
-            # In NCCL's order of channels.
-            rated_default = msgspec.structs.replace(image.rated_default, chains=new.chains)
-            default = rated_default if rated else table.default
-            railed = _in_own_order(image.railed, host, gpus)
-            return msgspec.structs.replace(
-                image, rated_default=rated_default, default=default, railed=railed
-            )
+        names = mapping(symmetry, row)
+        if _are_images(old.chains, new.chains, names):
+            image = _relabel(table, host, gpus, names)
+            if _is_possible(image, host):
+                return image
     return None
 
 
-def _in_own_order(
-    railed: DefaultChains | None, host: NodeClass, gpus: tuple[int, ...]
-) -> DefaultChains | None:
-    """Return mapped chains in NCCL's order of channels; None if NCCL chooses others."""
-    if railed is None:
-        return None
-    own = _own_choice(host, railed.settings, gpus).chains
-    same = Counter(own) == Counter(railed.chains)
-    return msgspec.structs.replace(railed, chains=own) if same else None
+def _are_images(
+    chains: Sequence[DefaultChain], images: Sequence[DefaultChain], names: Permutation
+) -> bool:
+    """Return whether chains are mapped to others, whichever channels have these."""
+    index = partial(_index, names)
+    mapped = (
+        DefaultChain(index("N", into), tuple(index("G", gpu) for gpu in gpus), index("N", out))
+        for into, gpus, out in chains
+    )
+    return Counter(mapped) == Counter(images)
+
+
+def _index(names: Permutation, kind: str, number: int) -> int:
+    return index_of(names[f"{kind}{number}"])
 
 
 def _own_choice(host: NodeClass, settings: Settings, gpus: tuple[int, ...]) -> DefaultChoice:
     return default_choice_or_sys(view(host.machine, host.knowledge, settings, gpus=gpus), nodes=2)
 
 
-def _relabel(table: KeptTable, gpus: tuple[int, ...], names: Permutation) -> KeptTable:
-    """Return a table with all GPUs, NICs and NUMA nodes mapped; `default` stays."""
-    replace = msgspec.structs.replace
+def _relabel(
+    table: KeptTable, host: NodeClass, gpus: tuple[int, ...], names: Permutation
+) -> KeptTable:
+    """Return a table with all GPUs, NICs and NUMA nodes mapped."""
+    replace, index = msgspec.structs.replace, partial(_index, names)
 
-    def index(kind: str, number: int) -> int:
-        return index_of(names[f"{kind}{number}"])
-
-    def map_chains(own: DefaultChains) -> DefaultChains:
-        chains = (
-            DefaultChain(index("N", into), tuple(index("G", gpu) for gpu in ids), index("N", out))
-            for into, ids, out in own.chains
-        )
-        return replace(own, chains=tuple(chains))
+    def map_own(choice: Choice | None) -> Choice | None:
+        """Return NCCL's own chains on the other GPUs; None if they are not the mapped ones."""
+        if choice is None or choice.rings is None:
+            return choice
+        old, new = (_own_choice(host, choice.settings, ids) for ids in (table.gpus, gpus))
+        same = _are_images(old.chains, new.chains, names)
+        return replace(choice, rings=new.rings) if same else None
 
     pairs = [sorted((index("N", a), index("N", b)) for a, b in row.pairs) for row in table.answers]
     note = (
@@ -275,8 +277,9 @@ def _relabel(table: KeptTable, gpus: tuple[int, ...], names: Permutation) -> Kep
     return replace(
         table,
         gpus=gpus,
-        rated_default=map_chains(table.rated_default),
-        railed=None if table.railed is None else map_chains(table.railed),
+        rated_default=map_own(table.rated_default) or table.rated_default,
+        default=map_own(table.default) or table.default,
+        railed=map_own(table.railed),
         hops=tuple(relabelled_hop(hop, names) for hop in table.hops),
         answers=tuple(
             replace(row, pairs=tuple(nics)) for row, nics in zip(table.answers, pairs, strict=True)
@@ -381,7 +384,7 @@ def bound_of(
     for host, indices, of_class in zip(cluster.classes, gpus, tables, strict=True):
         equal = [table for table in of_class if table.gpus == indices]
         rated = [t.default if settings.cross_nic is None else t.kept.railed for t in equal]
-        bounds += [default.rate_gbps for default in rated if isinstance(default, DefaultChains)]
+        bounds += [own.rate_gbps for own in rated if own is not None and own.rate_gbps is not None]
         ports = {nic.index: nic.speed_mbps / _MBPS or inf for nic in host.machine.nics}
         chains = _own_choice(host, settings, indices).chains
         for ends in ([chain.entry for chain in chains], [chain.exit for chain in chains]):

@@ -5,7 +5,7 @@ Classes are searched and measured while this asks them, or answer from kept tabl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
 import msgspec
@@ -20,14 +20,14 @@ from tccl_py.nccl.connections import (
     swaps_pairs,
     tree_connections,
 )
-from tccl_py.nccl.graph_search import DefaultChain, default_choice
+from tccl_py.nccl.graph_search import DefaultChain, DefaultChoice, default_choice
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import view
 from tccl_py.plan.chains import AS_GOOD as WORTH
-from tccl_py.plan.chains import Choice, ChoiceName, Failure, failure_over, prefer
+from tccl_py.plan.chains import Choice, ChoiceName, Failure, condense, failure_over, prefer
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.retuning import ends_as_measured
-from tccl_py.plan.tables import ClassRates, DefaultChains
+from tccl_py.plan.tables import ClassRates
 from tccl_py.planning.cables import (
     channels_on,
     choices_along_cables,
@@ -36,7 +36,7 @@ from tccl_py.planning.cables import (
 )
 from tccl_py.planning.host_rings import RingSearch
 from tccl_py.planning.request import PlanRequest
-from tccl_py.planning.study import SIMPLE_ORDER, Candidate, assemble_plan
+from tccl_py.planning.study import Candidate, assemble_plan
 
 CANDIDATES = 12
 """Choices of settings that are merged over all classes, the most promising first, and the most
@@ -151,7 +151,8 @@ def _candidates(nodes: Sequence[ClassRates]) -> Iterator[tuple[Settings, int, fl
     ranked = sorted(promises.items(), key=lambda row: (-min(row[1], least), row[0][1], -row[1]))
     usable = [row for row in ranked if all(node.may_answer(*row[0]) for node in nodes)]
     # NCCL's own chains are always among them: a plan is never below them.
-    defaults = {(node.rated_default.settings, node.rated_default.distinct) for node in nodes}
+    own = [(node.rated_default, node.own_rings(node.rated_default).chains) for node in nodes]
+    defaults = {(default.settings, len(condense(chains))) for default, chains in own}
     counts = set[int]()
     for number, ((settings, count), promise) in enumerate(usable):
         if number < CANDIDATES or (settings, count) in defaults or count not in counts:
@@ -214,16 +215,15 @@ def _own_choices(cluster: Cluster, nodes: Sequence[ClassRates]) -> tuple[Choice,
     rated without variables.
     """
     variables = _own_choice("variables", cluster, nodes, [node.rated_default for node in nodes])
-    rated = [node.default for node in nodes if isinstance(node.default, DefaultChains)]
-    if len(rated) == len(nodes):
-        return _own_choice("default", cluster, nodes, rated), variables
-    notes = (node.default for node in nodes if isinstance(node.default, str))
+    unrated = [node.default for node in nodes if node.default.rate_gbps is None]
+    if not unrated:
+        return _own_choice("default", cluster, nodes, [node.default for node in nodes]), variables
     settings = nodes[0].kept.default_settings
     default = Choice(
         name="default",
         settings=settings,
         rings=variables.rings,
-        note=next(filter(None, notes), ""),
+        note=_note(unrated),
         fails=_failure(cluster, nodes, settings),
     )
     return default, variables
@@ -248,11 +248,14 @@ def _on_rails(
     Variables include NCCL_CROSS_NIC=0 where only that connects, or is clearly faster.
     """
     default = failing(default, cluster, list(map(_default_channels, nodes)))
-    own = [[channels_on(node, node.rated_default)] for node in nodes]
+    own = [[channels_on(node, node.own_rings(node.rated_default))] for node in nodes]
     variables = failing(variables, cluster, own)
     railed = [node.kept.railed for node in nodes if node.kept.railed is not None]
     if len(railed) == len(nodes):
-        own = [[channels] for channels in map(channels_on, nodes, railed)]
+        own = [
+            [channels_on(node, node.own_rings(choice))]
+            for node, choice in zip(nodes, railed, strict=True)
+        ]
         stays = failing(_own_choice("variables", cluster, nodes, railed), cluster, own)
         rate = variables.rate_gbps or 0.0
         if stays.rate_gbps is not None and prefer(stays.rate_gbps, rate, less=False):
@@ -277,8 +280,8 @@ def _notices_of_rails(
 
 def _default_channels(node: ClassRates) -> list[HostChannels]:
     """Return the channels of default NCCL on a host of a class, or of each part that it cuts."""
-    if isinstance(node.default, DefaultChains):
-        return [channels_on(node, node.default)]
+    if node.default.rate_gbps is not None:
+        return [channels_on(node, node.own_rings(node.default))]
     topo = node.view(node.kept.default_settings)
     views = [
         view(topo.machine, topo.knowledge, topo.settings, gpus=tuple(map(index_of, part)))
@@ -295,10 +298,10 @@ def _own_choice(
     name: ChoiceName,
     cluster: Cluster,
     nodes: Sequence[ClassRates],
-    defaults: Sequence[DefaultChains],
+    defaults: Sequence[Choice],
 ) -> Choice:
     """Return NCCL's own rings over the hosts in the order given."""
-    rate = min(default.rate_gbps for default in defaults)
+    rate = min(default.rate_gbps or 0.0 for default in defaults)
     if cluster.switches is not None:
         rate = min(rate, uplink_limit(cluster.switches, cluster.names))
     settings = nodes[0].kept.default_settings
@@ -311,13 +314,13 @@ def _own_choice(
         )
     # For each host the ranks of each channel that every class has.
     ranks: list[list[list[int]]] = []
-    first, count = 0, min(len(default.chains) for default in defaults)
+    own = [node.own_rings(default) for node, default in zip(nodes, defaults, strict=True)]
+    first, count = 0, min(len(rings.chains) for rings in own)
     for number, host in enumerate(cluster.hosts):
         at = {gpu: first + slot for slot, gpu in enumerate(nodes[host.node_class].gpus)}
-        chains = _chains_on(defaults[host.node_class], number, count)
+        chains = _chains_on(own[host.node_class], number, count)
         ranks.append([[at[gpu] for gpu in own_chain.gpus] for own_chain in chains])
         first += host.slots
-    fallback = any(default.fallback for default in defaults)
     return Choice(
         name=name,
         settings=settings,
@@ -326,11 +329,15 @@ def _own_choice(
         predicted_gbps=rate,
         error=max(default.error for default in defaults),
         assumed=any(default.assumed for default in defaults),
-        note=SIMPLE_ORDER if fallback else "",
+        note=_note(defaults),
     )
 
 
-def _chains_on(default: DefaultChains, number: int, count: int) -> list[DefaultChain]:
+def _note(choices: Iterable[Choice]) -> str:
+    return next((choice.note for choice in choices if choice.note), "")
+
+
+def _chains_on(default: DefaultChoice, number: int, count: int) -> list[DefaultChain]:
     """Return NCCL's own chains of `count` channels on a host by its number in rank order."""
     swapped = swaps_pairs(default.cross_nic, number, count)
     return [default.chains[channel ^ swapped] for channel in range(count)]
