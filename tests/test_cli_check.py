@@ -71,17 +71,6 @@ def degrade(directory, device="G2", left=0.5, name=NAME):
     rebind(directory)
 
 
-def test_an_unchanged_machine_is_as_it_was(plan):
-    before = {path.name: path.read_bytes() for path in plan.iterdir() if path.is_file()}
-    result = tccl("check", plan)
-    assert (result.exit_code, result.stderr) == (0, "")
-    lines = result.stdout.split("\n")
-    assert lines[0].startswith(f"{NAME}: no drift")
-    assert "24 sets of the journal" in lines[1]
-    assert "unchanged machine at most 1" in " ".join(result.stdout.split())
-    assert {p.name: p.read_bytes() for p in plan.iterdir() if p.is_file()} == before
-
-
 def test_a_slower_link_is_told_by_name_and_worst_first(plan):
     degrade(plan)
     result = tccl("check", plan)
@@ -117,40 +106,6 @@ def test_metrics_replace_the_file_of_the_collector(plan, tmp_path):
     assert text.startswith("# HELP tccl_check_drifted ")
     assert f'tccl_check_drifted{{machine="{NAME}",simulated="true"}} 0\n' in text
     assert [path.name for path in tmp_path.iterdir() if "prom" in path.name] == ["tccl.prom"]
-
-
-def test_a_journal_of_another_machine_is_refused(plan):
-    journal = plan / "measurements.jsonl"
-    journal.write_text(journal.read_text().replace(NAME, "amd-v100", 1))
-    result = tccl("check", plan)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith(f"tccl: {journal}: ")
-    assert "not of this plan" in result.stderr
-
-
-BAD = {
-    "two forms": (("--json", "--prometheus"), "--json beside --prometheus: are two forms; leave"),
-    "a file for people": (
-        ("-o", "x"),
-        "--output: is for JSON or metrics; add --json or --prometheus",
-    ),
-    "a file that cannot be made": (
-        ("--json", "-o", "no/such"),
-        "--output no/such: is no file that can be made; name a file in a folder",
-    ),
-    "no time": (("--max-seconds", "0"), "--max-seconds: is 0; above 0, at most 86400"),
-    "NaN": (("--max-seconds", "nan"), "--max-seconds: is nan; above 0, at most 86400"),
-    "seed": (("--seed", "-1"), "--seed: is -1; 0 or more"),
-    "a program for nothing": (("--with", "all_reduce_perf"), "--with: is for --preflight; add"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_wrong_use_is_a_sentence(plan, case):
-    options, sentence = BAD[case]
-    result = tccl("check", plan, *options)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith(f"tccl: {sentence}")
 
 
 def test_without_a_plan_a_journal_or_a_model_it_cannot(plan, tmp_path):
@@ -220,13 +175,6 @@ def found_here(monkeypatch, fingerprint):
         backend="cuda", machine=model.machine, knowledge=model.knowledge, fingerprint=fingerprint
     )
     monkeypatch.setattr("tccl_py.planning.plan_sources.measured_machine", lambda *_: place)
-
-
-def test_a_measured_plan_is_checked_by_measuring(measured):
-    result = tccl("check", measured, "--json")
-    found = json.loads(result.stdout)
-    assert (result.exit_code, found["simulated"], found["drifted"]) == (0, False, False)
-    assert "0 is warmer than before" in result.stderr
 
 
 def test_every_set_is_really_measured_three_times_on_hardware(measured, session):
@@ -429,13 +377,6 @@ def test_a_pattern_that_no_time_was_left_for_is_not_said_to_be_learnt(lacking):
     hurried = tccl("check", lacking, "--preflight", "--max-seconds", "0.001")
     assert "later preflights compare" not in hurried.stderr
     assert PATTERN not in read_journal(lacking / "measurements.jsonl").measurements
-
-
-def test_a_preflight_by_a_simulated_plan_is_refused(plan):
-    result = tccl("check", plan, "--preflight", "--json")
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert "is simulated" in result.stderr
-    assert tccl("check", plan).exit_code == 0
 
 
 def test_a_preflight_over_hosts_by_a_program_of_one_host_is_no_fault_of_the_hosts(verified):

@@ -1,7 +1,6 @@
 """`tccl show`, `export` and `env` of a cluster's plan, and what refuses one."""
 
 import json
-import shlex
 import socket
 import subprocess
 
@@ -10,19 +9,17 @@ import pytest
 from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
-from tccl_py.delivery.job import JobRequest, deliver
 from tccl_py.errors import InputError
 from tccl_py.files import encode_json
 from tccl_py.model.measurement import JournalHeader
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.plan.chains import PlannedHost
 from tccl_py.plan.directory import nccl_files, write_plan
-from tccl_py.plan.load import load_plan
 from tccl_py.plan.text import assumptions, show_choice
 from tccl_py.planning.plan_sources import hosts_again
 from tccl_py.sources.journal import JournalFile
 from tests.cluster_plans import FOUR, LOCAL, PAIR, cluster_plan, equal_hosts, mixed
-from tests.planned import SMALL, plan_of, rebind, replace_plan
+from tests.planned import rebind, replace_plan
 
 
 def tccl(*arguments):
@@ -69,10 +66,6 @@ def test_show_has_classes_passages_order_and_rates(directory):
         "note: N2 left out",
     ):
         assert line in lines, line
-
-
-def test_show_of_plan_json_is_that_of_the_directory(directory):
-    assert tccl("show", directory / "plan.json").stdout == tccl("show", directory).stdout
 
 
 def test_hosts_in_the_order_given_are_compressed(tmp_path):
@@ -190,14 +183,6 @@ def test_export_writes_the_files_of_the_plan(directory, tmp_path):
     assert files == nccl_files(mixed(), place)
 
 
-def test_export_refuses_what_it_cannot_write(directory, tmp_path):
-    refused(tccl("export", directory), "name a new directory by --output")
-    refused(tccl("export", directory, "-o", directory), "already exists; name a new directory")
-    tccl_runtime = tccl("export", directory, "--runtime", "tccl", "-o", tmp_path / "x.xml")
-    refused(tccl_runtime, "3 classes")
-    assert not (tmp_path / "x.xml").exists()
-
-
 def evaluated(text):
     """The NCCL variables after a shell evaluated this."""
     result = subprocess.run(
@@ -208,21 +193,6 @@ def evaluated(text):
         check=True,
     )
     return dict(line.split("=", 1) for line in result.stdout.splitlines())
-
-
-def test_sets_of_a_plan_without_any_are_a_sentence(directory):
-    said = tccl("show", directory, "--sets").stdout.splitlines()[-1]
-    assert said.startswith("sets: none")
-
-
-@pytest.mark.parametrize("host", ["gpu2", "gpu2.site.example"])
-def test_env_prints_the_settings_of_a_host(host, directory):
-    result = tccl("env", directory, "--host", host)
-    assert (result.exit_code, result.stderr) == (0, "")
-    assert evaluated(result.stdout) == {
-        **environment(mixed().settings),
-        "NCCL_GRAPH_FILE": f"{directory}/nccl/hosts/gpu2.xml",
-    }
 
 
 @pytest.mark.parametrize(
@@ -247,118 +217,6 @@ def test_env_is_for_the_host_that_it_runs_on(name, full, chosen, tmp_path, monke
         assert "host 'gpu3' is not in the plan: no graph file" in result.stderr
     else:
         assert (result.exit_code, found) == (0, f"{place}/nccl/hosts/{chosen}.xml")
-
-
-def test_ranks_of_some_of_a_hosts_gpus_get_the_plans_variables_without_its_file(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr(socket, "gethostname", lambda: "gpu1")
-    chains = dict.fromkeys(("gpu1", "gpu2"), ((0, (0, 1, 2, 3), 0),))
-    plan = cluster_plan([(one, FOUR) for one in chains], chains)
-    place = saved(plan, tmp_path)
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    whole = evaluated(tccl("env", place).stdout)
-    assert whole.pop("NCCL_GRAPH_FILE") == f"{place}/nccl/hosts/gpu1.xml"
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    result = tccl("env", place)
-    # Ranks of other hosts may have their file, and the same variables.
-    assert (result.exit_code, evaluated(result.stdout)) == (1, whole)
-    assert "for 4 GPUs of this host, and LOCAL_WORLD_SIZE says 2" in result.stderr
-    # One that may start the others, and sees some of the GPUs.
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    assert "NCCL_GRAPH_FILE" in evaluated(tccl("env", place).stdout)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    result = tccl("env", place)
-    assert (result.exit_code, evaluated(result.stdout)) == (1, whole)
-    assert "CUDA_VISIBLE_DEVICES shows 2" in result.stderr
-    assert "NCCL_GRAPH_FILE" in evaluated(tccl("env", place, "--host", "gpu1").stdout)
-
-
-def test_a_batch_script_of_several_nodes_gets_no_file_of_the_first(tmp_path, monkeypatch):
-    monkeypatch.setattr(socket, "gethostname", lambda: "gpu1")
-    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
-    chains = dict.fromkeys(("gpu1", "gpu2"), ((0, (0, 1), 0),))
-    place = saved(cluster_plan([(one, PAIR) for one in chains], chains), tmp_path)
-    result = tccl("env", place)
-    assert (result.exit_code, evaluated(result.stdout).get("NCCL_GRAPH_FILE")) == (1, None)
-    assert "each host has its own (SLURM_JOB_NUM_NODES=2)" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("command", "given"),
-    [
-        ("torchrun --nnodes 2 --nproc-per-node 2 t.py", "file"),
-        ("torchrun --nnodes 2 --nproc-per-node 1 t.py", "variables"),
-        ("srun -N2 -n4 t.py", "variables"),
-        ("mpirun -H gpu1:2,gpu2:2 -n 4 t.py", "nothing"),
-    ],
-)
-def test_a_command_that_starts_all_hosts_ranks_gets_no_file_of_this_host(
-    command, given, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(socket, "gethostname", lambda: "gpu1")
-    chains = dict.fromkeys(("gpu1", "gpu2"), ((0, (0, 1), 0),))
-    place, told = saved(cluster_plan([(one, PAIR) for one in chains], chains), tmp_path), []
-    request = JobRequest(command=tuple(command.split()))
-    delivery = deliver(load_plan(place), place, request, say=told.append)
-    has_file = "NCCL_GRAPH_FILE" in delivery.variables
-    assert has_file == (given == "file") == (told == [])
-    assert bool(delivery.disabled) == (given == "nothing")
-    if given != "file":
-        assert f"{command.split()[0]} -" in told[0]
-
-
-@pytest.mark.parametrize(("name", "chosen"), [("other", "node7"), ("gpu1", "gpu1")])
-def test_env_is_for_slurms_node_where_the_hosts_own_name_is_not_in_the_plan(
-    name, chosen, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(socket, "gethostname", lambda: name)
-    # Hydra copies the first node's to all hosts.
-    monkeypatch.setenv("SLURMD_NODENAME", "node7")
-    chains = dict.fromkeys(("gpu1", "node7"), ((0, (0, 1), 0),))
-    place = saved(cluster_plan([(one, PAIR) for one in chains], chains), tmp_path)
-    found = evaluated(tccl("env", place).stdout)
-    assert found["NCCL_GRAPH_FILE"] == f"{place}/nccl/hosts/{chosen}.xml"
-
-
-def test_env_in_a_task_of_slurm_names_both_names_of_a_host_without_a_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(socket, "gethostname", lambda: "gpu3")
-    monkeypatch.setattr(socket, "getfqdn", lambda: "gpu3")
-    monkeypatch.setenv("SLURMD_NODENAME", "node9")
-    chains = dict.fromkeys(("gpu1", "node7"), ((0, (0, 1), 0),))
-    result = tccl("env", saved(cluster_plan([(one, PAIR) for one in chains], chains), tmp_path))
-    assert result.exit_code == 1
-    assert "host 'gpu3' (SLURM's 'node9')" in result.stderr
-
-
-@pytest.mark.parametrize("host", ["gpu9", "", "../hosts/gpu1", "\x1b[31m", "x" * 500])
-def test_env_of_a_host_without_a_graph_file_says_so(host, directory):
-    result = tccl("env", directory, "--host", host)
-    assert result.exit_code == 1
-    assert evaluated(result.stdout) == environment(mixed().settings)
-    assert shlex.split(result.stdout.splitlines()[-1]) == ["unset", "NCCL_GRAPH_FILE"]
-    assert result.stderr.count("\n") == 1
-    assert "no graph file" in result.stderr
-    assert len(result.stderr) < 180
-
-
-def test_env_as_json_names_the_host(directory):
-    found = json.loads(tccl("env", directory, "--host", "login", "--json").stdout)
-    graph = {"NCCL_GRAPH_FILE": f"{directory}/nccl/hosts/login.xml"}
-    variables = {**environment(mixed().settings), **graph}
-    assert found.pop("choice") in ("default", "variables", "graph")
-    assert found == {"host": "login", "environment": variables, "simulated": True, "dry_run": False}
-    result = tccl("env", directory, "--host", "gpu9", "--json")
-    assert (result.exit_code, json.loads(result.stdout)["host"]) == (1, None)
-
-
-def test_env_refuses_what_does_not_fit_the_plan(directory, tmp_path):
-    refused(tccl("env", directory, "--gpus", "0,1"), "--gpus: is for")
-    (directory / "nccl" / "hosts" / "gpu1.xml").unlink()
-    refused(tccl("env", directory, "--host", "gpu1"), "gpu1.xml: is missing; restore it, or")
-    write_plan(plan_of(SMALL), tmp_path)
-    refused(tccl("env", tmp_path, "--host", "gpu1"), "--host: is for")
 
 
 def test_measuring_again_needs_the_hosts_of_a_measured_plan(tmp_path):
@@ -423,18 +281,3 @@ def test_columns_that_are_no_number_of_them_change_nothing(columns, directory, m
     usual = tccl("show", directory).stdout
     monkeypatch.setenv("COLUMNS", columns)
     assert tccl("show", directory).stdout == usual
-
-
-@pytest.mark.parametrize(
-    "lines, sentence",
-    [
-        ("a b a", "b: has 4 ranks, a of the same class has 2"),
-        ("a b:4 c:2 a", "b: has 4 ranks, a of the same class has 2"),
-        ("a:2 b", "host b: has 4 ranks"),
-    ],
-)
-def test_a_host_on_several_lines_has_its_ranks_by_them(lines, sentence, tmp_path):
-    (tmp_path / "hosts").write_text("\n".join(lines.split()))
-    listed = ("--simulate", "amd-3090", "--hosts", tmp_path / "hosts")
-    refused(tccl("plan", "-o", tmp_path / "plan", *listed), sentence)
-    assert not (tmp_path / "plan").exists()

@@ -8,7 +8,6 @@ import pytest
 from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
-from tccl_py.errors import InputError
 from tccl_py.model.machine import (
     Fingerprint,
     HiddenLink,
@@ -16,7 +15,6 @@ from tccl_py.model.machine import (
     PeerAccess,
     description_to_json,
 )
-from tccl_py.readers.nccl_topology import read_nccl_topology
 from tccl_py.simulator.descriptions import (
     bundled_names,
     load_bundled,
@@ -48,37 +46,6 @@ def described(text, tmp_path):
     return read_description(path)
 
 
-def test_a_topology_file_becomes_a_machine_on_stdout(tmp_path):
-    result = tccl("discover", "--nccl-topology", TOPOLOGY)
-    assert (result.exit_code, result.stderr) == (0, "")
-    assert described(result.stdout, tmp_path).machine == read_nccl_topology(TOPOLOGY)
-
-
-def test_a_matrix_of_nvidia_smi_becomes_a_machine_on_stdout(tmp_path):
-    result = tccl("discover", "--nvidia-smi", MATRIX)
-    assert result.exit_code == 0
-    assert len(described(result.stdout, tmp_path).machine.gpus) == 4
-
-
-@pytest.mark.parametrize("text", ["no xml", "", "<a b=1>", "<system>"])
-def test_a_file_that_is_no_xml_is_said_to_be_none_once(text, tmp_path):
-    path = tmp_path / "box.xml"
-    path.write_text(text)
-    result = tccl("discover", "--nccl-topology", path)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith(f"tccl: {path}:1: is no XML (")
-    assert result.stderr.count("well-formed") + result.stderr.count("line 1") <= 1
-
-
-@pytest.mark.parametrize("option, file", [("--nccl-topology", TOPOLOGY), ("--nvidia-smi", MATRIX)])
-def test_the_file_written_is_a_machine_for_every_command(option, file, tmp_path):
-    path = tmp_path / "box.json"
-    result = tccl("discover", option, file, "-o", path)
-    assert (result.exit_code, result.stdout) == (0, "")
-    assert result.stderr == f"tccl: wrote {path}: {file.stem} with 4 GPUs\n"
-    assert tccl("measure", "G0->G0->G1", "--simulate", path).exit_code == 0
-
-
 def test_the_host_gives_knowledge_and_fingerprint_that_commands_use(monkeypatch, tmp_path):
     found = (BOX, NO_ACCESS, FINGERPRINT)
     monkeypatch.setattr("tccl_py.cli.machines.gpu_count", lambda: 2)
@@ -91,25 +58,6 @@ def test_the_host_gives_knowledge_and_fingerprint_that_commands_use(monkeypatch,
     model = load_machine(str(path))
     assert (model.machine, model.knowledge) == (BOX, NO_ACCESS)
     assert type(model.machine) is type(BOX)
-
-
-def test_without_gpus_the_models_are_listed_unless_a_file_is_to_be_written(monkeypatch, tmp_path):
-    def no_driver():
-        raise InputError("this machine", "no NVIDIA driver answers", "use --nvidia-smi FILE")
-
-    monkeypatch.setattr("tccl_py.cli.machines.gpu_count", no_driver)
-    listed = tccl("discover")
-    assert listed.exit_code == 0
-    assert all(name in listed.stdout for name in bundled_names())
-    assert "28 measured, 4 assumed" in listed.stdout
-    found = json.loads(tccl("discover", "--json").stdout)
-    keys = ["name", "gpus", "gpu", "numa_nodes", "nics", "figures", "note", "source"]
-    assert [list(entry) for entry in found] == [keys] * len(bundled_names())
-    assert list(found[0]["figures"]) == ["measured", "published", "assumed"]
-    for result in (listed, tccl("discover", "-o", tmp_path / "box.json")):
-        assert "NVIDIA driver answers; use" in result.stderr
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", bundled_names())
@@ -146,25 +94,6 @@ def test_a_damaged_description_is_refused(change, sentence, tmp_path):
     assert result.exit_code == 2
     assert result.stderr.startswith(f"tccl: {path}: ")
     assert sentence in result.stderr
-
-
-def test_nothing_is_written_where_the_input_is_bad(tmp_path):
-    path = tmp_path / "box.json"
-    assert tccl("discover", "--nccl-topology", MATRIX, "-o", path).exit_code == 2
-    assert not path.exists()
-
-
-def test_p2p_that_a_file_does_not_tell_is_printed_and_settled_by_the_user(tmp_path):
-    path = tmp_path / "topo-m.txt"
-    path.write_text("\tGPU0\tGPU1\nGPU0\tX\tPHB\nGPU1\tPHB\tX\n")
-    guess = tccl("discover", "--nvidia-smi", path)
-    assert guess.stderr.startswith("tccl: assumed: no P2P between 2 ordered pairs")
-    assert json.loads(guess.stdout)["knowledge"]["peer_access_default"] is False
-    told = tccl("discover", "--nvidia-smi", path, "--p2p", "yes")
-    assert (told.exit_code, told.stderr) == (0, "")
-    assert json.loads(told.stdout)["knowledge"]["peer_access_default"] is True
-    for wrong in (["--p2p", "yes"], ["--nvidia-smi", path, "--p2p", "1"]):
-        assert tccl("discover", *wrong).exit_code == 2
 
 
 def test_a_device_is_written_to_and_not_replaced():

@@ -15,7 +15,7 @@ from tccl_py.plan.tables import kept_files
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.tccl_fork import mask_of
 from tests.planned import SMALL, as_only, plan_of, replace_plan
-from tests.tccl_runtime import found_ring, parse_tccl_xml, read_tccl_xml
+from tests.tccl_runtime import found_ring, read_tccl_xml
 
 
 def tccl(*arguments):
@@ -63,40 +63,6 @@ def test_the_file_has_a_ring_for_every_set_of_gpus_and_the_notices_in_a_comment(
     ]
     assert comments == [f"<!-- {line.removeprefix('tccl: ')} -->" for line in notices]
     assert found_ring(database, [15]).nodes[0].gpus == load_plan(directory).rings[0].gpus
-
-
-def test_without_a_place_the_file_is_printed(directory):
-    result = exported(directory / "plan.json")
-    assert len(parse_tccl_xml(result.stdout, where="stdout").intra) == 11
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (
-            ["--runtime", "tccl", "--hosts", "a"],
-            "--hosts: is for another runtime, nccl",
-        ),
-        (["--runtime", "tccl", "-o", ""], "--output: is empty; name a DIR|FILE"),
-    ],
-)
-def test_what_cannot_be_exported_is_refused(arguments, said, directory):
-    assert refused(directory, *arguments).startswith(said)
-
-
-def test_a_file_that_exists_stays(directory, tmp_path):
-    there = tmp_path / "db.xml"
-    there.write_text("mine")
-    said = refused(directory, "--runtime", "tccl", "-o", there)
-    assert " already exists; name a" in said and f"{there}" in said
-    assert there.read_text() == "mine"
-    said = refused(directory, "--runtime", "tccl", "-o", tmp_path)
-    assert " already exists; name a" in said and f"{tmp_path}" in said
-
-
-def test_a_place_that_cannot_be_written_is_refused(directory, tmp_path):
-    said = refused(directory, "--runtime", "tccl", "-o", tmp_path / "no" / "db.xml")
-    assert said.startswith(f"{tmp_path / 'no' / 'db.xml'}: cannot be written")
 
 
 # Plans of clusters

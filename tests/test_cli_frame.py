@@ -43,7 +43,6 @@ COMMANDS = ("discover", "measure", "validate")
 SET = "G0->G0->G1"
 ON = ("--simulate", "h200x4-vm")
 OF = ("--machine", "h200x4-vm")
-NEITHER = "is neither bundled nor a file"
 
 
 def tccl(*arguments):
@@ -56,164 +55,6 @@ def process(*arguments, **options):
     return subprocess.run(
         command, stderr=subprocess.PIPE, text=True, timeout=60, check=False, **options
     )
-
-
-BAD = {
-    "no such command": (("mesure",), "No such command 'mesure'. Did you mean 'measure'?"),
-    "no such option": (("measure", "--fast"), "No such option: --fast; see 'tccl measure --help'"),
-    "no value": (("plan", "-o"), "Option '-o' requires an argument; see 'tccl plan --help'"),
-    "no value for the last option": (
-        ("measure", SET, *ON, "--journal"),
-        "Option '--journal' requires an argument; see 'tccl measure --help'",
-    ),
-    "an option twice": (
-        ("plan", "box", *ON, "--simulate", "amd-v100"),
-        "--simulate: is given twice; give it once",
-    ),
-    "empty file": (
-        ("discover", "--nccl-topology", TOPOLOGY, "-o", ""),
-        "--output: is empty; name a FILE",
-    ),
-    "empty other plan": (("show", "box", ""), "OTHER: is empty; name a OTHER"),
-    "directory as output": (
-        ("discover", "--nccl-topology", TOPOLOGY, "-o", "."),
-        ".: is a directory",
-    ),
-    "matrix of a set": (
-        ("measure", SET, *ON, "--csv"),
-        "--csv beside SET: is for all pairs; leave SET out",
-    ),
-    "empty set": (
-        ("measure", " ", *ON),
-        "transfer set: is empty",
-    ),
-    "no flow": (
-        ("measure", "G0->G1", *ON),
-        "flow 'G0->G1': has 2 places",
-    ),
-    "no quotes": (
-        ("measure", "G0-", *ON),
-        "set 'G0-': ends with -",
-    ),
-    "no such GPU": (
-        ("measure", "G0->G0->G9", *ON),
-        "G9: is not in machine",
-    ),
-    "another host": (
-        ("measure", "h3.G0->h3.G0->h3.G1", *ON),
-        "h3.G0 is on another host",
-    ),
-    "NaN noise": (
-        ("measure", SET, *ON, "--noise", "nan"),
-        "--noise: is nan; 0 to 1",
-    ),
-    "unknown backend": (
-        ("measure", SET, "--backend", "rocm"),
-        "--backend 'rocm': is not known; one of cuda, host",
-    ),
-    "a model and a backend": (
-        ("measure", SET, *ON, "--backend", "cuda"),
-        "--backend beside --simulate: is about hardware",
-    ),
-    "unknown machine": (
-        ("measure", SET, "--simulate", "h200"),
-        f"machine 'h200': {NEITHER}; did you mean h200x4-vm?",
-    ),
-    "misspelled machine": (("advise", "asus-esc800"), f"machine 'asus-esc800': {NEITHER}; did"),
-    "machine of another name": (("advise", "dgx"), f"machine 'dgx': {NEITHER}; there are amd-3090"),
-    "bundled machine as directory": (
-        ("plan", "amd-v100"),
-        "DIR amd-v100: is a bundled machine; write --simulate amd-v100, and a DIR of",
-    ),
-    "program's options": (
-        ("run", "box", "python", "-c", "pass"),
-        "No such option: -c; put -- before the program if it is the program's; see",
-    ),
-    "hosts in no file": (
-        ("plan", "box", *ON, "--hosts", "nosuch"),
-        "--hosts nosuch: is no file, and the name of one host; name a file",
-    ),
-    "no whole number": (
-        ("measure", SET, *ON, "--seed", "two"),
-        "--seed 'two': is no whole number",
-    ),
-    "one argument too many": (("show", "plan", "other", "more"), "Not expected here: (more); see"),
-    "no choice of a plan": (
-        ("env", "plan", "--choice", "mine"),
-        "--choice 'mine': is not known; one of default, large-buffers, variables, graph",
-    ),
-    "no number": (("measure", SET, *ON, "--noise", "much"), "--noise 'much': is no number"),
-    "no plan to show": (("show", "no/plan"), "no/plan: does not exist; name a directory of"),
-    "no plan to export": (
-        ("export", "no/plan", "-o", "no"),
-        "no/plan: does not exist; name a directory of",
-    ),
-    "empty machine": (
-        ("measure", SET, "--simulate", ""),
-        "machine '': is neither bundled nor",
-    ),
-    "missing machine file": (
-        ("discover", "no/box.json"),
-        "no/box.json: does not exist",
-    ),
-    "directory as machine": (("discover", "."), ".: is a directory; name a file"),
-    "device as machine": (
-        ("discover", "/dev/zero"),
-        "/dev/zero: is not a regular file",
-    ),
-    "missing graph": (
-        ("validate", "no.xml", *OF),
-        "no.xml: cannot be read",
-    ),
-    "directory as graph": (("validate", ".", *OF), ".: is a directory"),
-    "GPU that is not there": (
-        ("validate", GRAPH, *OF, "--gpus", "0,9"),
-        "GPU 9: is not in machine",
-    ),
-    "GPU list of words": (
-        ("validate", GRAPH, *OF, "--gpus", "all"),
-        "--gpus 'all'",
-    ),
-    "no nodes": (("validate", GRAPH, *OF, "--nodes", "0"), "--nodes: is 0; 1 to 65536"),
-    "no version": (
-        ("validate", GRAPH, *OF, "--nccl", "new"),
-        "NCCL version 'new'",
-    ),
-    "no variable": (
-        ("validate", GRAPH, *OF, "--env", "NCCL_ALGO"),
-        "--env 'NCCL_ALGO': sets no variable",
-    ),
-    "variable twice": (
-        ("validate", GRAPH, *OF, "--env", "A=1", "--env", "A=2"),
-        "--env 'A=2': sets A a second",
-    ),
-    "two files to discover from": (
-        ("discover", "--nccl-topology", TOPOLOGY, "--nvidia-smi", TOPOLOGY),
-        "discover: has both --nccl-topology and --nvidia-smi",
-    ),
-    "full disk": (
-        ("discover", "--nccl-topology", TOPOLOGY, "-o", "/dev/full"),
-        "/dev/full: cannot be written",
-    ),
-    "full disk for a journal": (
-        ("measure", SET, *ON, "--journal", "/dev/full"),
-        "/dev/full: cannot be written",
-    ),
-    "no such folder": (
-        ("discover", "--nccl-topology", TOPOLOGY, "-o", "/no/such/box.json"),
-        "/no/such/box.json: cannot be written",
-    ),
-}
-
-
-@pytest.mark.parametrize("arguments, sentence", BAD.values(), ids=BAD)
-def test_bad_input_gets_one_sentence_and_exit_code_2(arguments, sentence):
-    result = tccl(*arguments)
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    first, *rest = result.stderr.splitlines()
-    assert first.startswith(f"tccl: {sentence}")
-    assert not rest
 
 
 FILES = {
@@ -684,14 +525,6 @@ def test_commands_stand_in_panels_and_no_flag_has_a_metavar():
     text = tccl("--help").stdout
     assert re.findall("╭─ ([A-Z][a-z ]+?) ─", text) == ["Options", "Start here", "Look", "Use"]
     assert "<bool>" not in "".join(tccl(name, "--help").stdout for name in NAMES_OF_ALL)
-
-
-def test_a_plans_directory_is_given_once(tmp_path):
-    for words in ((), (tmp_path / "a", "-o", tmp_path / "b")):
-        result = tccl("plan", *words, "--simulate", "h200x4-vm")
-        assert result.exit_code == 2
-        assert result.stderr.startswith("tccl: DIR: is ")
-    assert not list(tmp_path.iterdir())
 
 
 def test_quiet_leaves_out_notices_but_no_error(tmp_path):

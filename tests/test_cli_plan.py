@@ -1,9 +1,6 @@
 """`tccl plan`, `show`, `env` and `export`: output, interruptions, and jobs over some GPUs."""
 
 import json
-import os
-import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -17,9 +14,7 @@ from typer.testing import CliRunner
 from tccl_py.cli.main import app
 from tccl_py.cli.plan import until_jobs_decide
 from tccl_py.errors import InputError
-from tccl_py.nccl.graph_file import parse_graph_file
 from tccl_py.nccl.plugin.index import INDEX_FILE, read_index
-from tccl_py.nccl.settings import environment
 from tccl_py.plan.chains import SubsetRings
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.text import limit_text
@@ -78,41 +73,6 @@ def shell(script):
 # plan and show
 
 
-def test_plan_and_show_print_the_same_json_with_stable_keys(tmp_path):
-    made = json.loads(done("plan", "-o", tmp_path, "--simulate", SMALL, "--json").stdout)
-    shown = json.loads(done("show", tmp_path, "--json").stdout)
-    assert made == shown
-    assert set(KEYS) <= set(made)
-    assert {"rings", "rate_gbps"} <= set(made["choices"]["default"])
-    assert len(made["rings"]) == made["settings"]["channels"]
-    assert all(sorted(ring) == [0, 1, 2, 3] for ring in made["rings"])
-    assert made["simulated"] is True
-    assert made["rings"] == [list(ring) for ring in load_plan(tmp_path).channel_rings]
-
-
-def test_show_names_rings_slowest_hops_bound_stock_and_provenance(directory):
-    plan = load_plan(directory)
-    text = done("show", directory, "--hops").stdout
-    for ring in plan.rings:
-        assert " ".join(map(str, ring.gpus)) in text
-        assert str(ring.bottleneck.flow) in text
-        for hop in ring.hops:
-            assert f"G{hop.source}" in text
-    for line in text.splitlines():
-        if line.startswith(("rate", "stock NCCL", "Plan for")):
-            assert "simulated" in line
-    assert "proven best within 1 %" in text
-    assert "(slowest)" not in text  # All are alike.
-
-
-@pytest.mark.parametrize(("winner", "said"), [("graph", False), ("variables", True)])
-def test_rings_are_said_to_be_the_graph_files_where_another_choice_is_recommended(
-    winner, said, tmp_path
-):
-    write_plan(msgspec.structs.replace(plan_of(ASUS), winner=winner), tmp_path)
-    assert ("rings of the graph file" in done("show", tmp_path).stdout) == said
-
-
 def texts_of_nccl(directory):
     """The files below nccl/, but for the plugin's library, which is there where it was built."""
     return [path for path in (directory / "nccl").rglob("*.*") if path.suffix != ".so"]
@@ -152,18 +112,6 @@ def test_every_file_of_the_directory_says_that_it_is_simulated(directory):
         assert "simulated" in "".join(head), path.name
     assert json.loads(done("env", directory, "--json").stdout)["simulated"] is True
     assert done("env", directory).stdout.startswith("# tccl-py, rates simulated")
-
-
-def test_the_options_of_plan_reach_the_plan(tmp_path):
-    done(
-        *("plan", "-o", tmp_path, "--simulate", PCIE, "--gpus", "3,0-1", "--nccl", "2.18"),
-        *("--rings", "1", "--strategy", "nccl-order", "--max-sets", "50"),
-    )
-    plan = load_plan(tmp_path)
-    assert plan.gpus == (0, 1, 3)
-    assert plan.settings.version == "2.18"
-    assert plan.strategy == "nccl-order"
-    assert len(plan.rings) == 1
 
 
 @pytest.mark.parametrize("most", [1, 7, 40])
@@ -228,72 +176,6 @@ def test_no_set_of_a_plan_ends_after_max_seconds_but_the_first(set_s, most_s, mo
     assert 0 < Slow.now_s - 100.0 <= max(most_s, set_s)
     assert plan.choices["default"].rate_gbps
     assert any("limit of sets or seconds" in text for text in plan.notices)
-
-
-BAD = {
-    "a backend": (
-        ("--backend", "host"),
-        "--backend beside --simulate: is about hardware",
-    ),
-    "GPUs of several nodes": (
-        ("--gpus", "0", "--nodes", "2"),
-        "--gpus for several nodes",
-    ),
-    "a GID index": (("--gid-index", "256", "--nodes", "2"), "--gid-index: is 256; 0 to 255\n"),
-    "interfaces of equal nodes": (
-        ("--interfaces", "eth0", "--nodes", "2"),
-        "--interfaces beside --simulate: is about hardware",
-    ),
-    "one GPU": (("--gpus", "1"), "--gpus: has 1 GPU to plan"),
-    "no such GPU": (("--gpus", "0,7"), "GPU 7: is not in machine"),
-    "rings of words": (("--rings", "many"), "--rings 'many': is no list"),
-    "no rings": (("--rings", "0"), "--rings '0': is out of range"),
-    "10^9 rings": (("--rings", "9" * 9), "--rings '999999999': is out of range"),
-    "no nodes": (("--nodes", "0"), "--nodes: is 0; 1 to"),
-    "no sets": (("--max-sets", "0"), "--max-sets: is 0; 1 to"),
-    "NaN seconds": (("--max-seconds", "nan"), "--max-seconds: is nan; above 0"),
-    "a negative seed": (("--seed", "-1"), "--seed: is -1; 0 or more"),
-    "GPUs per job that no host has": (
-        ("--nodes", "2", "--gpus-per-job", "99"),
-        "--gpus-per-job: '99' fits no host",
-    ),
-    "a missing list of hosts": (("--hosts", "nope.txt"), "--hosts 'nope.txt': is no file"),
-    "a missing folder of lists": (("--hosts", "lists/a"), "--hosts 'lists/a': is no file"),
-    "NaN noise": (("--noise", "nan"), "--noise: is nan; 0 to 1"),
-    "a strategy": (
-        ("--strategy", "x"),
-        "strategy 'x': is not known",
-    ),
-    "a version": (("--nccl", "new"), "NCCL version 'new'"),
-    "an old version": (("--nccl", "2.17.9"), "NCCL version '2.17.9': has no rules here; 2.18 to"),
-    "NCCL 3": (("--nccl", "3.0"), "NCCL version '3.0': has no rules here"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_options_get_one_sentence_and_leave_nothing(case, tmp_path):
-    more, sentence = BAD[case]
-    result = tccl("plan", "-o", tmp_path / "plan", "--simulate", SMALL, *more)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith(f"tccl: {sentence}")
-    assert result.stderr.count("\n") == 1
-    assert not list(tmp_path.iterdir())
-
-
-def test_interfaces_are_refused_without_a_job_of_hosts(tmp_path):
-    result = tccl("plan", "-o", tmp_path / "plan", "--interfaces", "eth0")
-    sentence = "is about the hosts of an MPI job; start the command by mpirun or srun"
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr == f"tccl: --interfaces: {sentence}\n"
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("source", [("--simulate", SMALL), ("--backend", "host")])
-def test_a_proof_of_links_is_refused_where_no_gpu_is_measured(source, tmp_path):
-    result = tccl("plan", "-o", tmp_path / "plan", *source, "--prove")
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr == "tccl: --prove: is for GPUs that are measured; leave it out\n"
-    assert not list(tmp_path.iterdir())
 
 
 # interruptions
@@ -448,17 +330,6 @@ def test_a_journal_of_another_machine_noise_or_seed_is_refused(other, tmp_path, 
 # env
 
 
-def test_env_names_the_graph_file_of_exactly_these_gpus(directory):
-    for gpus, name in (("0-3", "graph.xml"), ("3,1", "subsets/graph-1-3.xml")):
-        words = ("env", directory, "--gpus", gpus, "--choice", "graph", "--json")
-        found = json.loads(done(*words).stdout)
-        path = found["environment"]["NCCL_GRAPH_FILE"]
-        assert path == str(directory / "nccl" / name)
-        text = (directory / "nccl" / name).read_text()
-        for graph in parse_graph_file(text, where=name, version="2.30").values():
-            assert all(sorted(one.gpus) == found["gpus"] for one in graph.channels)
-
-
 @pytest.mark.parametrize("gains", [True, False])
 def test_env_gives_variables_to_sets_of_gpus_that_gain_by_them(gains, tmp_path):
     plan = plan_of("amd-v100")
@@ -494,88 +365,6 @@ def test_env_and_the_plugin_give_a_graph_file_to_sets_that_gain_by_it_alone(gain
     assert [gpus in sets for gpus in given] == [gains, True]
 
 
-def test_env_without_gpus_is_for_all_of_the_plan(directory):
-    shown = (done("env", directory, *more).stdout for more in ((), ("--gpus", "0-3")))
-    exports = [[line for line in text.splitlines() if line[0] != "#"] for text in shown]
-    assert exports[0] == exports[1] != []
-
-
-@pytest.mark.parametrize("source", ["env", "env.sh"])
-def test_what_a_shell_makes_of_a_plan_that_needs_a_graph_file(source, eight):
-    if source == "env":
-        script = done("env", eight).stdout
-    else:
-        script = f". {shlex.quote(str(eight / 'nccl' / 'env.sh'))}"
-    variables = shell(script)
-    assert variables["NCCL_GRAPH_FILE"] == str(eight / "nccl" / "graph.xml")
-    assert os.path.isfile(variables["NCCL_GRAPH_FILE"])  # noqa: PTH113
-    wanted = environment(load_plan(eight).settings)
-    assert wanted
-    assert {name: variables[name] for name in wanted} == wanted
-
-
-def test_a_script_whose_graph_file_was_moved_names_none(eight, tmp_path):
-    script = (eight / "nccl" / "env.sh").read_text().replace(str(eight), str(tmp_path / "moved"))
-    variables = shell(f"set -e\n{script}")
-    assert "NCCL_GRAPH_FILE" not in variables
-    assert variables["NCCL_P2P_LEVEL"] == "SYS"
-
-
-@pytest.mark.parametrize("source", ["env", "env.sh"])
-def test_a_plan_that_needs_no_graph_file_sets_its_variables_and_names_none(source, tmp_path):
-    done("plan", "-o", tmp_path / "plan", "--simulate", "amd-v100", "--max-sets", "60")
-    result = done("env", tmp_path / "plan")
-    script = f". {shlex.quote(str(tmp_path / 'plan' / 'nccl' / 'env.sh'))}"
-    variables = shell(f"export NCCL_GRAPH_FILE=x\n{result.stdout if source == 'env' else script}")
-    assert "NCCL_GRAPH_FILE" not in variables
-    assert variables["NCCL_P2P_LEVEL"] == "SYS"
-    conf = (tmp_path / "plan" / "nccl" / "nccl.conf").read_text()
-    assert conf.splitlines()[-1] == "NCCL_P2P_LEVEL=SYS"
-
-
-def test_a_plan_that_recommends_default_nccl_sets_nothing(directory):
-    result = done("env", directory)
-    assert "export" not in result.stdout
-    assert "unset NCCL_GRAPH_FILE" in result.stdout
-
-
-def test_env_for_gpus_without_a_graph_file_sets_variables_and_is_no_if_one_is_asked_for(directory):
-    assert tccl("env", directory, "--gpus", "2").exit_code == 0
-    result = tccl("env", directory, "--gpus", "2", "--choice", "graph")
-    assert result.exit_code == 1
-    assert "graph file for GPUs 2" in result.stderr
-    assert "NCCL_GRAPH_FILE" not in shell(result.stdout)
-
-
-def test_env_says_which_graph_file_is_missing(tmp_path):
-    write_plan(plan_of(PCIE), tmp_path)
-    (tmp_path / "nccl" / "subsets" / "graph-0-1.xml").unlink()
-    result = tccl("env", tmp_path, "--gpus", "0,1", "--choice", "graph")
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert "graph-0-1.xml: is missing" in result.stderr
-
-
-@pytest.mark.parametrize(
-    "more, sentence",
-    [
-        (("--gpus", "0,9"), "GPU 9: is not in machine"),
-        (("--gpus", "0,0"), "--gpus '0,0': names GPU 0 twice"),
-        (("--gpus", ""), "--gpus '': '' is no GPU"),
-    ],
-)
-def test_env_refuses_gpus_that_are_not_there(more, sentence, directory):
-    result = tccl("env", directory, *more)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith(f"tccl: {sentence}")
-
-
-def test_env_and_show_without_a_plan_say_what_to_name(tmp_path):
-    for command in ("env", "show", "export"):
-        result = tccl(command, tmp_path)
-        assert result.exit_code == 2
-        assert "directory of `tccl plan`" in result.stderr
-
-
 @pytest.mark.parametrize("simulated", [True, False])
 def test_a_plan_leaves_other_subsets_to_nccl(simulated, tmp_path):
     plan = msgspec.structs.replace(plan_of(WRX), simulated=simulated)
@@ -589,10 +378,6 @@ def test_a_plan_leaves_other_subsets_to_nccl(simulated, tmp_path):
 # export
 
 
-def test_export_prints_the_graph_file_of_the_plan(directory):
-    assert done("export", directory).stdout == (directory / "nccl" / "graph.xml").read_text()
-
-
 def test_export_writes_what_nccl_reads_elsewhere(directory, tmp_path):
     done("export", directory, "-o", tmp_path / "there")
     ours = {one.name: one.read_text() for one in texts_of_nccl(directory)}
@@ -600,25 +385,6 @@ def test_export_writes_what_nccl_reads_elsewhere(directory, tmp_path):
     # The index is for the host of the plan.
     assert ours.pop(INDEX_FILE)
     assert theirs == ours
-
-
-def test_export_refuses_a_directory_that_exists_and_a_runtime_it_does_not_know(directory, tmp_path):
-    result = tccl("export", directory, "-o", tmp_path)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert "already exists; name a" in result.stderr
-    result = tccl("export", directory, "--runtime", "mpi")
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert "--runtime 'mpi': is not" in result.stderr
-
-
-def test_sets_without_a_planned_graph_file_are_told_how_to_plan_one(tmp_path):
-    place = tmp_path / "plan"
-    assert tccl("plan", place, "--simulate", SMALL).exit_code == 0
-    assert not (place / "nccl" / "subsets").exists()  # default NCCL is recommended
-    assert tccl("env", place, "--gpus", "0,1").exit_code == 0
-    forced = tccl("env", place, "--gpus", "0,1", "--choice", "graph")
-    assert forced.exit_code == 1
-    assert "`tccl plan -o DIR --gpus 0,1`" in forced.stderr
 
 
 def test_this_machine_is_planned_with_fewer_sets_than_a_model(tmp_path, monkeypatch):
@@ -632,18 +398,3 @@ def test_this_machine_is_planned_with_fewer_sets_than_a_model(tmp_path, monkeypa
     for options in ((), ("--simulate", SMALL), ("--backend", "host"), ("--max-sets", "7")):
         assert tccl("plan", tmp_path, *options).exit_code == 2
     assert budgets == [1250, 2000, 40, 7]
-
-
-def test_two_plans_are_shown_by_what_differs_between_two_plans_and_its_code_says_whether(tmp_path):
-    for name, gpus in (("four", "0-3"), ("three", "0-2")):
-        done = tccl("plan", tmp_path / name, "--simulate", "amd-v100", "--gpus", gpus)
-        assert done.exit_code == 0
-    same = tccl("show", tmp_path / "four", tmp_path / "four" / "plan.json")
-    assert (same.exit_code, same.stdout) == (0, "no difference\n")
-    other = tccl("show", tmp_path / "four", tmp_path / "three")
-    assert other.exit_code == 1
-    assert re.search(r"gpus +│ 0 1 2 3 +│ 0 1 2 +│", other.stdout)
-    printed = tccl("show", tmp_path / "four", tmp_path / "three", "--json")
-    facts = {row["what"]: row["values"] for row in json.loads(printed.stdout)}
-    assert facts["gpus"] == [[[0, 1, 2, 3]], [[0, 1, 2]]]
-    assert tccl("show", tmp_path / "four", tmp_path / "none").exit_code == 2

@@ -10,7 +10,6 @@ import pytest
 from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
-from tccl_py.errors import InputError
 from tccl_py.experiments import plans as module
 from tccl_py.experiments.record import Verification, why_not_verified
 from tccl_py.experiments.rounds import RunBudget, budget_of
@@ -77,22 +76,6 @@ def jobs(monkeypatch):
     return use
 
 
-def test_a_better_plan_is_a_yes_and_kept(place, jobs):
-    jobs(lambda _: 1.0, variables=lambda size: 1.3 if size > 65536 else 1.0)
-    found = tccl("verify", place, "--backend", "host")
-    assert found.exit_code == 0
-    words = " ".join(found.stdout.split())
-    assert "as a DRY RUN over" in words and f"{NAME}" in words
-    assert "variables only, the recommended" in words
-    assert "4 MiB" in words
-    assert "variables: 10.73 GB/s predicted" in words
-    assert "variables: 240 results of collectives" in words
-    assert "variables: all-reduce over GPUs 0,1 and 2,3: 16" in words
-    assert "rates say nothing about" in found.stderr
-    kept = Verification.load(place)
-    assert (kept.accepted, kept.winner, kept.backend) == (True, "variables", "host")
-
-
 def test_an_answer_under_variables_of_the_caller_is_said_to_be_for_jobs_with_these(
     place, jobs, monkeypatch
 ):
@@ -108,22 +91,6 @@ def test_an_answer_under_variables_of_the_caller_is_said_to_be_for_jobs_with_the
     said = " ".join(found.stderr.split())
     assert "the answer is for jobs with NCCL_IB_TIMEOUT=1, which the plan does not set" in said
     assert Verification.load(place).notices[-1].startswith("the answer is for jobs with")
-
-
-@pytest.mark.parametrize(
-    ("graph", "code", "sentences"),
-    [
-        (1.0, 0, "default NCCL stays: variables only 1.0"),
-        (1.0, 0, "the 95 % interval: variables only, the recommended choice"),
-        (1.4, 1, "No to variables only, the recommended choice: the graph file wins"),
-    ],
-)
-def test_another_winner_than_the_recommended_choice_is_said(place, jobs, graph, code, sentences):
-    jobs(lambda _: graph, noise=0.001)
-    found = tccl("verify", place, "--backend", "host", "--sizes", "4K,64M")
-    assert found.exit_code == code
-    assert sentences in " ".join(found.stdout.split())
-    assert "Yes" not in found.stdout
 
 
 def test_a_dry_run_has_sizes_and_seconds_for_a_laptop(place, jobs):
@@ -146,16 +113,6 @@ def test_all_rows_are_shown(place, jobs):
     shown = tccl("verify", place, *words).stdout
     assert "default: all-reduce beside a GEMM: 1 MiB" in shown
     assert "variables: all-reduce beside a GEMM: 1 MiB 1." in shown
-
-
-def test_one_choice_is_compared_alone(place, jobs):
-    jobs(lambda _: 1.3)
-    found = tccl("verify", place, "--backend", "host", "--sizes", "4K", "--choice", "graph")
-    assert found.exit_code == 0
-    kept = Verification.load(place)
-    assert [one.name for one in kept.arms] == ["default", "graph"]
-    assert (kept.winner, kept.chosen, kept.recommended) == ("graph", "graph", "variables")
-    assert "file, the chosen choice" in " ".join(found.stdout.split())
 
 
 def test_json_has_the_keys_that_the_help_lists(place, jobs):
@@ -436,57 +393,11 @@ def test_settings_under_which_the_job_fails_are_told(place, jobs):
     assert "failed: out of memory" in found.stdout
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (("--rounds", "5"), "--rounds: is 5; 6 to 20"),
-        (("--rounds", "21"), "--rounds: is 21; 6 to 20"),
-        (("--seconds", "nan"), "--seconds: is nan; above 0, at most 86400"),
-        (("--sizes", "4K,x"), "--sizes: 'x': is no size"),
-        (("--sizes", "17G"), "--sizes: '17G': is no size"),
-        (("--sizes", ""), "--sizes: '': is no size"),
-        (("--choice", "rings"), "--choice 'rings': is not known; one of large-buffers, variables"),
-        (("--choice", "graph", "--tune"), "--choice with --tune: contradict"),
-        (("--collective", "sum"), "--collective 'sum': is not known; one of all_reduce,"),
-        (("--backend", "tpu"), "--backend 'tpu': is not known; one of cuda, host"),
-        (("--pin-env", "PATH"), "--pin-env 'PATH': is no NCCL variable"),
-        (("--pin-env", "NCCL_GRAPH_FILE"), "--pin-env NCCL_GRAPH_FILE: is what is compared"),
-        (("--pin-env", "NCCL_CONF_FILE"), "--pin-env NCCL_CONF_FILE: is set by the jobs"),
-        (
-            ("--backend", "host", "--pin-env", "NCCL_IB_TIMEOUT"),
-            "--pin-env NCCL_IB_TIMEOUT: is not set; set it",
-        ),
-    ],
-)
-def test_bad_options_are_one_sentence(place, options, sentence):
-    found = tccl("verify", place, *options)
-    assert found.exit_code == 2
-    assert found.stderr.startswith(f"tccl: {sentence}")
-    assert len(found.stderr.splitlines()) == 1
-    assert not (place / "verify.json").exists()
-
-
-def test_a_simulated_plan_is_refused_where_no_gpu_is(place, monkeypatch):
-    def nothing(*_):
-        raise InputError("this machine", "has no GPU", "")
-
-    monkeypatch.setattr(module, "measured_machine", nothing)
-    found = tccl("verify", place)
-    assert found.exit_code == 2
-    assert f"{NAME} (simulated from assumed values): cannot run here" in found.stderr
-    assert "on its machine" in found.stderr
-
-
 def test_without_torch_the_sentence_names_it(place, monkeypatch):
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda _: None)
     found = tccl("verify", place, "--backend", "host")
     assert found.exit_code == 2
     assert "installed; `pip install torch`" in found.stderr
-
-
-def test_no_directory_and_no_plan_are_refused(tmp_path):
-    assert "is no directory" in tccl("verify", tmp_path / "none").stderr
-    assert "holds no plan.json" in tccl("verify", tmp_path).stderr
 
 
 def test_plan_tunes_when_asked_to(tmp_path, jobs, monkeypatch):
@@ -505,18 +416,6 @@ def test_plan_tunes_when_asked_to(tmp_path, jobs, monkeypatch):
     assert json.loads(made.stdout)["settings"]["buffsize"] == 262144
     assert Verification.load(tmp_path / "plan").accepted
     assert "the graph file wins: 1." in made.stderr
-
-
-def test_plan_says_that_tuning_needs_gpus_whatever_the_plan_is_made_from(tmp_path, monkeypatch):
-    def nothing(*_):
-        raise InputError("this machine", "no NVIDIA driver answers (none)", "give --simulate")
-
-    monkeypatch.setattr(module.importlib.util, "find_spec", lambda _: None)
-    monkeypatch.setattr(module, "measured_machine", nothing)
-    made = tccl("plan", "-o", tmp_path / "plan", "--simulate", NAME, "--tune")
-    assert made.exit_code == 2
-    assert "--tune: runs NCCL's collectives" in made.stderr
-    assert not (tmp_path / "plan").exists()
 
 
 def test_plan_refuses_to_tune_where_nothing_can_run(tmp_path, monkeypatch):
@@ -703,14 +602,6 @@ def test_the_communication_of_a_job_decides_for_that_job_alone(place, jobs, tmp_
     assert answer["workload"]["chosen"] == "variables"
     assert set(answer["workload"]["choices"]) == {"default", "variables"}
     assert same_keys("verify", answer)
-
-
-def test_a_record_of_workloads_that_cannot_be_read_is_refused_before_any_job(place, jobs):
-    fake = jobs(lambda _: 1.0)
-    (place / "workloads.json").write_text("[")
-    found = tccl("verify", place, "--backend", "host", "--workload", "data-parallel")
-    assert (found.exit_code, found.stdout, fake.jobs) == (2, "", [])
-    assert found.stderr.startswith(f"tccl: {place / 'workloads.json'}: does not fit")
 
 
 def test_a_plan_in_the_place_of_another_leaves_no_record_of_the_others_workloads(place, jobs):

@@ -11,8 +11,9 @@ In tests/transcripts/NAME.txt, of the command NAME:
 Lines of `tccl` run in this process, others in a shell, which makes files; both in a folder of
 their own that has `cases` and `plans` of the project, and recorded hosts in `recorded`.
 NAME=VALUE before `tccl` sets a variable. `> FILE` at the end takes what is printed; plans of one
-command line are made once. `# jobs:` has how fast the stand-ins of jobs are by each choice, in
-parts of default NCCL. Seconds that passed are written as N.
+command line are made once. `# GPUs: NAME` lets a model answer as if it were measured, and
+`# jobs: variables 1.3` has how fast stand-ins of jobs are by each choice, in parts of default
+NCCL. Seconds that passed are written as N.
 """
 
 import json
@@ -35,11 +36,13 @@ from typer.testing import CliRunner
 from tccl_py.cli.main import app
 from tccl_py.experiments import plans
 from tests.recorded_hosts import RECORDED, recorded
+from tests.sessions import Fake, measures_by
 from tests.verified import FakeJobs, by_plan
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "tests" / "transcripts"
 HERE = "/here"
+MEASURING = ("tccl_py.cli.measure", "tccl_py.sources.profiled", "tccl_py.planning.plan_sources")
 _SET = re.compile(r"[A-Z][A-Z0-9_]*=.*")
 _KEPT = tempfile.TemporaryDirectory(prefix="t", dir="/tmp")
 _MADE: dict[tuple[str, ...], Path] = {}
@@ -64,6 +67,7 @@ def run_again(text, place, monkeypatch):
     """The transcript with what its commands print now."""
     monkeypatch.chdir(place)
     monkeypatch.setattr(pwd, "getpwuid", lambda _: SimpleNamespace(pw_dir=str(place)))
+    monkeypatch.setitem(sys.modules, "pynvml", None)
     for name in ("gethostname", "getfqdn"):
         monkeypatch.setattr(socket, name, lambda: "login")
     written = []
@@ -81,29 +85,35 @@ def _run(line, monkeypatch):
     if " tccl " not in f" {line}":
         done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=False)
         return _shown(done.stdout, done.stderr, done.returncode)
-    command, _, speeds = line.partition("# jobs:")
+    command, _, stand_ins = line.replace(HERE, str(Path.cwd())).partition("   # ")
     words = shlex.split(command)
     while _SET.fullmatch(words[0]):
         monkeypatch.setenv(*words.pop(0).split("=", 1))
-    _stand_in(speeds, monkeypatch)
+    _stand_in(stand_ins, monkeypatch)
     file = words.pop() if words[-2:-1] == [">"] else None
     words = words[:-1] if file else words
     if words[1:2] == ["run"]:
         return _shown(*_run_apart(words[1:]))
-    if file and words[1] == "plan" and (made := _MADE.get(tuple(words[3:]))):
+    if file and words[1] == "plan" and (made := _MADE.get((*words[3:], stand_ins))):
         shutil.copytree(made, words[2])
         return ""
     result = CliRunner().invoke(app, words[1:], prog_name="tccl")
     if file:
         Path(file).write_text(result.stdout)
     if file and words[1] == "plan":
-        _MADE[tuple(words[3:])] = shutil.copytree(words[2], Path(_KEPT.name) / str(len(_MADE)))
+        _MADE[(*words[3:], stand_ins)] = shutil.copytree(
+            words[2], Path(_KEPT.name) / str(len(_MADE))
+        )
     return _shown("" if file else result.stdout, result.stderr, result.exit_code)
 
 
-def _stand_in(speeds, monkeypatch):
-    """Let jobs be stand-ins, this much faster than default NCCL by a choice's name."""
-    words = speeds.replace(",", " ").split()
+def _stand_in(said, monkeypatch):
+    """Let GPUs, or jobs that are this much faster than default NCCL by a choice, be stand-ins."""
+    kind, _, rest = said.partition(": ")
+    if kind == "GPUs":
+        measures_by(monkeypatch, Fake(rest), *MEASURING)
+        return
+    words = rest.replace(",", " ").split()
     ratio = dict(zip(words[::2], map(float, words[1::2]), strict=True))
     seconds = by_plan(
         lambda _: ratio.get("graph", 1.0), variables=lambda _: ratio.get("variables", 1.0)
