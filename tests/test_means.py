@@ -1,15 +1,20 @@
 """Means beside NCCL: what disqualifies one, and which is best for which size."""
 
+import json
 import os
 
 import msgspec
 import pytest
+from typer.testing import CliRunner
 
+from tccl_py.cli.main import app
 from tccl_py.errors import InputError, MeasurementError
+from tccl_py.experiments import plans
 from tccl_py.experiments.collectives import COLLECTIVES
 from tccl_py.experiments.jobs import HostRanks, Launcher, LocalRunner
 from tccl_py.experiments.means import MEANS, NCCL
-from tccl_py.experiments.means_table import MeansTable, means_rows, measure_means
+from tccl_py.experiments.means_advice import links_of, means_lines
+from tccl_py.experiments.means_table import MeansRow, MeansTable, means_rows, measure_means
 from tccl_py.experiments.spec import BATCHES, MIB, JobResult, JobSpec, batches
 from tccl_py.experiments.target import target_of
 from tccl_py.files import decode_json, encode_json
@@ -18,7 +23,8 @@ from tccl_py.plan.directory import write_plan
 from tccl_py.plan.results import ProvenLinks
 from tccl_py.rank_processes.forkserver import ForkServer
 from tccl_py.rank_processes.tasks import RankOutput, RanksError
-from tests.planned import SMALL, plan_of
+from tccl_py.simulator.descriptions import load_bundled
+from tests.planned import SMALL, as_only, plan_of
 from tests.skips import mark_needs
 from tests.stand_in_means import STAND_INS
 
@@ -194,3 +200,117 @@ def test_every_means_has_rows_and_every_row_a_means():
     rows = {row.collective for row in means_rows(2)}
     assert rows == {name for one in MEANS.values() for name in one.collectives}
     assert rows <= set(COLLECTIVES)
+
+
+@pytest.mark.parametrize(
+    ("links", "known", "server"),
+    [
+        ("nvlink", "vllm-project/vllm#24111", "--enable-torch-symm-mem is off"),
+        ("pcie", "sgl-project/sglang#34528", "VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC=1 is off"),
+        ("none", "20 to 50 us below 64 KiB", "off without P2P"),
+    ],
+)
+def test_without_a_table_decoding_is_answered_by_published_figures_for_such_links(
+    links, known, server
+):
+    lines = [*means_lines("tensor-parallel-decode", links, None)]
+    text = " ".join(text for _, text in lines)
+    assert known in text and server in text and "--means" in text
+    assert {"vLLM", "SGLang"} <= {name for name, _ in lines}
+    assert [*means_lines("fsdp", links, None)] == []
+
+
+def test_published_figures_name_a_machine_and_a_source_and_sizes_where_nccl_is_faster():
+    text = " ".join(text for _, text in means_lines("tensor-parallel-decode", "pcie", None))
+    assert "128 KiB: one-shot pushes 4.0 to 44.5 us, NCCL 19.4 to 51.8 us; 384 KiB: NCCL" in text
+    assert "on 4 V100 below one PCIe switch" in text
+    assert "1420 us" in " ".join(text for _, text in means_lines("pipeline", "none", None))
+
+
+def test_a_table_of_the_machine_answers_by_size_with_the_flags_of_servers(target):
+    found = measure_means(proven(target), on_gpus(Recorded(RECORDED)), seconds=1e-9)
+    lines = [*means_lines("tensor-parallel-decode", "nvlink", found)]
+    spans = [text for name, text in lines if name == "By size"]
+    assert spans[0].startswith("4 KiB to 64 KiB: one-shot, 5.4 to 11.6 us, default NCCL 20.1 to")
+    assert spans[1].startswith("256 KiB to 1 MiB: two-shot")
+    assert ("SGLang", "its own one-shot kernel, without --disable-custom-all-reduce") in lines
+    sends = [text for name, text in means_lines("pipeline", "nvlink", found) if name == "By size"]
+    assert "peer-copies" in sends[0] and "measured here" in sends[0]
+
+
+def test_links_are_told_from_a_machines_nvlinks_and_p2p():
+    plans = {"h200x4-vm": "nvlink", "asus-esc8000a-e13p": "pcie", "amd-3090": "none"}
+    models = {name: load_bundled(name) for name in plans}
+    assert {name: links_of(m.machine, m.knowledge) for name, m in models.items()} == plans
+
+
+def test_the_flags_of_every_means_for_all_reduce_are_known():
+    decode = (name for name, one in MEANS.items() if "all_reduce" in one.collectives)
+    for name in decode:
+        row = MeansRow(
+            collective="all_reduce", bytes=65536, mode="graph", beside_gemm=False, best=name,
+            best_us=1.0, default_us=2.0, us={name: 1.0}, gemm={},
+        )  # fmt: skip
+        table = msgspec.structs.replace(TABLE, rows=(row,))
+        assert len([*means_lines("tensor-parallel-decode", "nvlink", table)]) == 3
+
+
+TABLE = MeansTable(
+    machine="box", gpus=(0, 1), backend="cuda", rows=(), regrets=(), workloads={}, out={},
+    environments={}, rounds=1, versions={}, devices=(), seconds=1.0,
+)  # fmt: skip
+
+
+def test_advice_on_a_plans_directory_answers_from_its_table(target):
+    write_plan(target.plan, target.directory, models=as_only(load_bundled(SMALL)))
+    found = measure_means(proven(target), on_gpus(Recorded(RECORDED)), seconds=1e-9)
+    found.keep(target.directory)
+    words = ["advise", str(target.directory), "--workload", "tensor-parallel-decode"]
+    shown = CliRunner().invoke(app, words).stdout
+    assert "4 KiB to 64 KiB: one-shot" in shown and "vllm-project" not in shown
+    means = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)["means"]
+    assert means[0][0] == "By size"
+    other = CliRunner().invoke(app, ["advise", SMALL, "--workload", "pipeline"]).stdout
+    assert "`tccl verify DIR --means`" in other
+
+
+@pytest.fixture
+def verify(target, monkeypatch):
+    """Runs `tccl verify --means` with recorded jobs."""
+    write_plan(target.plan, target.directory, models=as_only(load_bundled(SMALL)))
+    monkeypatch.setattr(plans, "check_torch", lambda: None)
+
+    def run(us, *words):
+        monkeypatch.setattr(plans, "LocalRunner", lambda server: Recorded(us))
+        asked = ["verify", str(target.directory), "--means", "--backend", "host", *words]
+        return CliRunner().invoke(app, asked)
+
+    return run
+
+
+def test_the_table_is_shown_kept_and_printed_as_json(verify, target):
+    shown = verify(RECORDED, "--sizes", "4K,64K", "--seconds", "1")
+    assert shown.exit_code == 0, shown.stderr
+    words = " ".join(shown.stdout.split())
+    assert "all-reduce in a CUDA graph │ 4 KiB │ one-shot │ 5.4 │ 20.1" in words
+    assert "send beside a GEMM" in words and "1.25x, 1.25x" in words
+    assert "vllm cannot run: vllm is not installed" in words
+    assert "DRY RUN" in words
+    kept = MeansTable.load(target.directory)
+    printed = json.loads(verify(RECORDED, "--sizes", "4K,64K", "--json").stdout)
+    assert len(printed["rows"]) == len(kept.rows) == 8
+    assert printed["out"] == kept.out
+
+
+def test_default_nccl_that_hangs_or_is_wrong_is_a_no(verify):
+    hangs = {**RECORDED, NCCL: "error: hangs: all-reduce of 4 KiB did not end in 20 s"}
+    found = verify(hangs, "--sizes", "4K", "--json")
+    assert found.exit_code == 1
+    assert {row["default_us"] for row in json.loads(found.stdout)["rows"]} == {None}
+
+
+@pytest.mark.parametrize("words", [["--tune"], ["--all"], ["--choice", "graph"], ["--sizes", "3"]])
+def test_options_on_choices_of_nccl_are_refused_beside_means(verify, words):
+    found = verify(RECORDED, *words)
+    assert found.exit_code == 2
+    assert "means" in found.stderr or "sizes" in found.stderr

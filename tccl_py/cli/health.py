@@ -63,6 +63,7 @@ from tccl_py.health.plugin import plugin_complaints
 from tccl_py.launchers import in_job
 from tccl_py.model.links import DoctorReport, Proof
 from tccl_py.model.measurement import IN_DRY_RUN
+from tccl_py.plan.directory import machine_file
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import plan_in
 from tccl_py.plan.text import plan_name
@@ -73,11 +74,15 @@ from tccl_py.sources.hosts import examined_hosts
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from tccl_py.experiments.communication import Communication
+    from tccl_py.health.advice import Advice
     from tccl_py.nccl.proof import AskedJob
 
 _MAX_SECONDS = 86_400
 _CHECK_S, _PREFLIGHT_S = 120.0, 60.0
 _SHOWN = 8
+Lines = tuple[tuple[str, str], ...]
+"""A name and a text for each line."""
 _SHOWN_FLOWS = 3
 """Sets, and further flows of each, that the table has room for."""
 
@@ -314,7 +319,8 @@ def advise(
 
     This machine's idle GPUs are measured for 40 s at most, and the host is examined as by `tccl
     doctor`. With MACHINE, or FILEs as people paste them, a model answers, anywhere. Of a log
-    of NCCL or a table of rates it says what happened, and why.
+    of NCCL or a table of rates it says what happened, and why. With --workload it names other means
+    than NCCL, as `tccl verify DIR --means` measured them where DIR is given, else as published.
 
     Examples:
 
@@ -324,6 +330,7 @@ def advise(
         tccl advise nccl.log all_reduce_perf.txt
         tccl advise - < report.txt
         tccl advise asus-esc8000a-e13p --workload mixture-of-experts
+        tccl advise my-plan --workload tensor-parallel-decode
     """
     from tccl_py.cli.plan import job_workload, plan_by_workload  # noqa: PLC0415 (slow)
     from tccl_py.cli.proving import proven_host  # noqa: PLC0415
@@ -335,6 +342,7 @@ def advise(
     job = None if workload is None else job_workload(workload)
     predicted, line, diagnosis, findings, model = None, "", None, None, None
     asked: tuple[AskedJob, ...] = ()
+    names, measured = _machine_of_plan(names)
     machine = names[0] if names else None
     request = advice_request(machine, p2p=p2p_argument(p2p), cpu=cpu_argument(cpu))
     of_models = {"--p2p": p2p, "--cpu": cpu, "--workload": workload}
@@ -371,13 +379,36 @@ def advise(
         if model is not None:
             by_cpu = answers_by_cpu(request, model, notice)
             advice = replace(advice, by_cpu=by_cpu, findings=findings or UNSET)
+    means = _means_lines(made, workload, measured)
     if json:
-        from tccl_py.report.plan import AdviceReport  # noqa: PLC0415 (slow)
-
-        print_json(fill(AdviceReport, advice, workload=UNSET if predicted is None else predicted))
+        _print_advice(advice, predicted, means)
         return
-    lines = [("Your job", line)] if line else []
-    _print_lines(console, [*lines, *advice.lines()])
+    _print_lines(console, [*([("Your job", line)] if line else ()), *means, *advice.lines()])
+
+
+def _print_advice(advice: Advice, predicted: Communication | None, means: Lines) -> None:
+    from tccl_py.report.plan import AdviceReport  # noqa: PLC0415 (slow)
+
+    known = UNSET if predicted is None else predicted
+    print_json(fill(AdviceReport, advice, workload=known, means=means))
+
+
+def _machine_of_plan(names: list[str] | None) -> tuple[list[str] | None, Path | None]:
+    """Return the machine's file in the place of a plan's directory, and that directory."""
+    if not names or len(names) > 1 or not (directory := Path(names[0])).is_dir():
+        return names, None
+    return [str(machine_file(plan_in(directory), directory))], directory
+
+
+def _means_lines(made: Plan, workload: str | None, directory: Path | None) -> Lines:
+    """Return lines on other means than NCCL, if a workload is given."""
+    if workload is None:
+        return ()
+    from tccl_py.experiments.means_advice import links_of, means_lines  # noqa: PLC0415 (slow)
+    from tccl_py.experiments.means_table import MeansTable  # noqa: PLC0415
+
+    table = None if directory is None else MeansTable.load(directory)
+    return tuple(means_lines(workload, links_of(made.machine, made.knowledge), table))
 
 
 def _print_lines(console: Console, lines: Iterable[tuple[str, str]]) -> None:

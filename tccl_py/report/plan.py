@@ -40,6 +40,9 @@ class AdviceReport(Advice, frozen=True, kw_only=True):
     """`tccl advise --json`."""
 
     workload: Annotated[Communication | UnsetType, says("with `--workload`: predicted")] = UNSET
+    means: Annotated[
+        tuple[tuple[str, str], ...], says("lines on other means than NCCL, with `--workload`")
+    ] = ()
 
 
 def report_plan(plan: Plan, directory: Path, workload: Communication | None = None) -> PlanReport:

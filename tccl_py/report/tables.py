@@ -102,6 +102,8 @@ MEANS: Columns = (
 
 def means_facts(table: MeansTable) -> Iterator[str]:
     """Yield the regret of one means for all sizes, steps of workloads, and which means are out."""
+    if table.dry_run:
+        yield "a DRY RUN over gloo: its rates say nothing about GPUs or NCCL"
     regrets: dict[str, list[str]] = {}
     for one in table.regrets:
         lost = f"{one.name} {one.mean:.0%} ({one.worst:.0%} at its worst size)"
