@@ -317,10 +317,9 @@ def advise(
 ) -> None:
     """Say in ten lines what NCCL does on a machine and what to try first, within a minute.
 
-    This machine's idle GPUs are measured for 40 s at most, and the host is examined as by `tccl
-    doctor`. With MACHINE, or FILEs as people paste them, a model answers, anywhere. Of a log
-    of NCCL or a table of rates it says what happened, and why. With --workload it names other means
-    than NCCL, as `tccl verify DIR --means` measured them where DIR is given, else as published.
+    Idle GPUs are measured for 40 s at most, and the host is examined. With MACHINE, or FILEs as
+    people paste them, a model answers, anywhere. Of a log or a table of rates it says what
+    happened. With --workload it names other means, as measured (--means) in a plan's directory.
 
     Examples:
 

@@ -88,12 +88,10 @@ def verify(
 ) -> None:
     """Run real collectives by default NCCL and by the plan's choices, and name the winner.
 
-    Needs torch, or a program of nccl-tests (--with), and idle GPUs. A cluster's plan is verified
-    under mpirun or srun, with a rank on each host.
+    Needs torch, or a program of nccl-tests (--with), and idle GPUs; for a cluster mpirun or srun.
 
     Exit codes: 0 the recommended choice, or that of --choice, wins or is as good, or with
-    --workload; 1 no, or with --means default NCCL hangs or gives wrong values; 2 wrong use, or no
-    plan for this machine.
+    --workload; 1 no, or with --means default NCCL fails; 2 wrong use, or no plan for this machine.
 
     Examples:
 
