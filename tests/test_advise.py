@@ -1,6 +1,5 @@
 """`tccl advise`: ten lines on a machine, by a model anywhere, in time."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from tccl_py.health.host import Defect
 from tccl_py.planning.handle import load_plan
 from tccl_py.planning.opening import machine_subject
 from tccl_py.sources.profiled import measured_machine
-from tests.nccl_cases import CASES
 from tests.planned import SEVERAL_GPUS
 from tests.test_reference_plans import PLANS
 
@@ -46,22 +44,6 @@ def test_the_advice_on_a_machine_is_that_of_its_plan_in_at_most_ten_lines(name):
     assert found.default_gbps == pytest.approx(plan.choices["default"].rate_gbps)
     assert found.rate_gbps == pytest.approx(plan.choices[plan.recommended].rate_gbps)
     assert 5 < len([*found.lines()]) <= 10
-
-
-def test_the_speed_that_links_are_assumed_to_have_is_named():
-    unnamed = json.loads(tccl(REPORTS / "prose_before.txt", "--json").stdout)
-    assert "PCIe 3 assumed" in unnamed["machine"]
-    assert unnamed["bound_gbps"] is None
-    reported = json.loads(tccl(CASES / "topologies" / "h200x4-vm.xml", "--json").stdout)
-    assert "PCIe" not in reported["machine"]
-
-
-def test_a_topology_file_of_nccl_is_enough():
-    result = tccl(CASES / "topologies" / "h200x4-vm.xml", "--json")
-    found = json.loads(result.stdout)
-    assert (result.exit_code, found["simulated"]) == (0, True)
-    assert found["sure"].startswith("low")
-    assert "4 GPUs" in found["machine"]
 
 
 def test_rules_that_were_not_checked_for_a_release_are_an_assumption():
@@ -102,31 +84,3 @@ GPU1\tPHB\t X \tSYS\tSYS\t0-31\t0
 GPU2\tSYS\tSYS\t X \tPHB\t32-63\t1
 GPU3\tSYS\tSYS\tPHB\t X \t32-63\t1
 """
-
-
-def test_advice_and_plan_by_a_pasted_text_state_the_p2p_that_they_assume(tmp_path):
-    path = tmp_path / "box.txt"
-    path.write_text(BOX)
-    simulated = ["plan", str(tmp_path / "plan"), "--simulate", str(path), "--max-sets", "5"]
-    plan = CliRunner().invoke(app, simulated)
-    assert (plan.exit_code, "assumed: no P2P between 12 ordered pairs" in plan.stdout) == (0, True)
-    shown = CliRunner().invoke(app, ["show", str(tmp_path / "plan"), "--json"])
-    advice = json.loads(tccl(path, "--json").stdout)
-    assert advice["assumptions"] == json.loads(shown.stdout)["assumptions"]
-    assert "0 of 12" in advice["machine"]
-    settled = json.loads(tccl(path, "--json", "--p2p", "yes").stdout)
-    assert settled["assumptions"] == []
-    assert "12 of 12" in settled["machine"]
-
-
-def test_p2p_is_not_asked_of_the_user_where_it_is_known():
-    result = tccl("amd-3090", "--p2p", "yes")
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert "--p2p" in result.stderr
-
-
-@pytest.mark.parametrize("arguments", [(), ("no-such-machine",), ("/dev/null",)])
-def test_without_gpus_or_with_no_machine_the_error_is_one_line(arguments):
-    result = tccl(*arguments)
-    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
-    assert "--simulate" not in result.stderr

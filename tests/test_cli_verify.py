@@ -1,23 +1,18 @@
 """`tccl verify`: what it refuses, prints, keeps and answers; jobs are stand-ins."""
 
 import json
-import re
 import shutil
 import signal
-from itertools import chain
 
 import pytest
 from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
 from tccl_py.experiments import plans as module
-from tccl_py.experiments.record import Verification, why_not_verified
-from tccl_py.experiments.rounds import RunBudget, budget_of
-from tccl_py.experiments.spec import WrongValue
+from tccl_py.experiments.record import Verification
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.staging import lock_directory
-from tccl_py.plan.text import advice
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.workloads.workload import Workload, WorkloadRow, write_workload
 from tests.planned import as_only
@@ -29,15 +24,6 @@ KEYS = [
     "machine", "accepted", "winner", "recommended", "chosen", "arms", "workload", "trade_offs",
     "simulated", "dry_run", "tried", "rounds", "seconds", "hosts", "backend", "collective",
     "devices", "versions", "notices", "default_fails", "tunings",
-]  # fmt: skip
-ARM_KEYS = [
-    "name", "accepted", "objections", "gbps", "ratio", "low", "high", "predicted_gbps",
-    "environment", "settings", "sizes", "groups", "training", "transfers", "not_recommended",
-    "checked", "wrong", "rings", "failure",
-]  # fmt: skip
-ROW_KEYS = [
-    "collective", "bytes", "mode", "groups", "beside_gemm", "us", "gbps", "ratio", "low", "high",
-    "verdict", "harm",
 ]  # fmt: skip
 
 
@@ -76,32 +62,6 @@ def jobs(monkeypatch):
     return use
 
 
-def test_an_answer_under_variables_of_the_caller_is_said_to_be_for_jobs_with_these(
-    place, jobs, monkeypatch
-):
-    jobs(lambda _: 1.0, variables=lambda _: 1.3)
-    brief = ("verify", place, "--backend", "host", "--sizes", "4K,1M")
-    for name in ("NCCL_IB_TIMEOUT", "NCCL_NVLS_ENABLE"):
-        monkeypatch.setenv(name, "1")
-    assert "jobs with" not in tccl(*brief).stderr
-    monkeypatch.setenv("NCCL_P2P_LEVEL", "LOC")
-    # What the host has is that of every job, and the plan's choices have a level of their own.
-    names = ("NCCL_IB_TIMEOUT", "NCCL_NVLS_ENABLE", "NCCL_P2P_LEVEL")
-    found = tccl(*brief, *chain.from_iterable(("--pin-env", name) for name in names))
-    said = " ".join(found.stderr.split())
-    assert "the answer is for jobs with NCCL_IB_TIMEOUT=1, which the plan does not set" in said
-    assert Verification.load(place).notices[-1].startswith("the answer is for jobs with")
-
-
-def test_a_dry_run_has_sizes_and_seconds_for_a_laptop(place, jobs):
-    jobs(lambda _: 1.0)
-    assert tccl("verify", place, "--backend", "host").exit_code == 0
-    kept = Verification.load(place)
-    assert (kept.arms[0].sizes[0].bytes, kept.arms[0].sizes[-1].bytes) == (1024, 4 << 20)
-    assert {row.bytes for row in kept.arms[1].transfers} == {64 << 10, 1 << 20}
-    assert (budget_of("host").seconds, budget_of(None)) == (30.0, RunBudget())
-
-
 def test_all_rows_are_shown(place, jobs):
     jobs(lambda _: 1.0, variables=lambda _: 1.3)
     words = ("--backend", "host", "--rounds", "6", "--all", "--sizes", "1M")
@@ -113,90 +73,6 @@ def test_all_rows_are_shown(place, jobs):
     shown = tccl("verify", place, *words).stdout
     assert "default: all-reduce beside a GEMM: 1 MiB" in shown
     assert "variables: all-reduce beside a GEMM: 1 MiB 1." in shown
-
-
-def test_json_has_the_keys_that_the_help_lists(place, jobs):
-    jobs(lambda _: 1.0, variables=lambda _: 0.9)
-    result = tccl("verify", place, "--backend", "host", "--sizes", "64M,4K", "--json")
-    found = json.loads(result.stdout)
-    assert (result.exit_code, list(found)) == (1, KEYS)
-    arms = {one["name"]: one for one in found["arms"]}
-    assert list(arms) == ["default", "variables", "graph"]
-    for arm in arms.values():
-        assert list(arm) == ARM_KEYS
-        assert len(arm["sizes"]) == 2
-        for kind in ("sizes", "transfers", "groups"):
-            assert all(list(row) == ROW_KEYS for row in arm[kind])
-    assert [len(one["groups"]) for one in arms.values()] == [4, 4, 0]
-    assert (found["accepted"], found["winner"]) == (False, "default")
-    assert arms["variables"]["not_recommended"] == [4096, 64 << 20]
-    assert same_keys("verify", found)
-
-
-@pytest.mark.parametrize(
-    ("ratio", "more", "sentence"),
-    [
-        (0.9, {}, "No to graph file"),
-        (
-            1.5,
-            {"wrong": (WrongValue(case="scatter, int32 x 3", rank=1, what="1 of 3"),)},
-            "the chosen choice: 1 values are wrong",
-        ),
-        (
-            1.0,
-            {"fails": lambda told: "dev 2 not found" * ("NCCL_GRAPH_FILE" in told)},
-            "the chosen choice: its job failed",
-        ),
-    ],
-)
-def test_a_no_says_why_and_is_exit_code_1(place, jobs, ratio, more, sentence):
-    jobs(lambda _: ratio, **more)
-    found = tccl("verify", place, "--backend", "host", "--sizes", "4K", "--choice", "graph")
-    assert found.exit_code == 1
-    assert sentence in " ".join(found.stdout.split())
-
-
-def test_a_default_nccl_that_fails_is_no_answer(place, jobs):
-    jobs(lambda _: 1.0, fails=lambda _: "rank 0 ended with code 1: no device")
-    found = tccl("verify", place, "--backend", "host")
-    assert found.exit_code == 2
-    assert "rank 0 ended with code 1" in found.stderr
-    assert not (place / "verify.json").exists()
-
-
-def test_tuning_rewrites_a_plan_where_other_settings_are_faster(place, jobs):
-    def seconds(size, told):
-        default = 1e-4 + size / 1e10
-        if "NCCL_GRAPH_FILE" not in told:
-            return default
-        small = told.get("NCCL_BUFFSIZE") == "524288"
-        return default / (1.4 if small else 0.8)
-
-    fake = jobs(lambda _: 1.0)
-    fake.seconds = seconds
-    before = load_plan(place)
-    found = tccl("verify", place, "--backend", "host", "--tune")
-    assert found.exit_code == 0, found.stdout
-    after = load_plan(place)
-    assert (before.settings.buffsize, after.settings.buffsize) == (4 << 20, 512 << 10)
-    assert (before.recommended, after.recommended) == ("variables", "graph")
-    assert "tuned" in after.notices[-1]
-    assert after.jobs_ran
-    assert tccl("report", place).exit_code == 0
-    page = (place / "report.html").read_text()
-    assert "variables only, achieved by jobs" in page
-    assert "graph file, achieved by jobs" in page
-    assert "graph file, predicted" not in page
-    assert "NCCL_BUFFSIZE=524288" in (place / "nccl" / "env.sh").read_text()
-    kept = Verification.load(place)
-    assert (kept.winner, kept.judged.settings) == ("graph", after.settings)
-    # All rates are from jobs of the same rounds.
-    rates = {name: one.achieved_gbps for name, one in after.choices.items()}
-    assert rates == {one.name: one.gbps for one in kept.arms}
-    assert kept.tried[0].arm == "default"
-    assert {one.arm for one in kept.tried} == {"default", "variables", "graph"}
-    assert kept.judged.environment["NCCL_GRAPH_FILE"] == str(place / "nccl" / "graph.xml")
-    assert tccl("show", place).exit_code == 0
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -262,44 +138,6 @@ def test_what_was_verified_is_kept_when_tuning_is_interrupted(place, jobs, monke
     assert not list(place.glob(".*"))
 
 
-def small_fifos(second):
-    """Seconds, and factors of send/recv: FIFOs of 256 and 512 KiB, as two H200 without P2P."""
-    gains = {"262144": 1.4, "524288": second}
-
-    def seconds(size, told):
-        gain = gains.get(told.get("NCCL_BUFFSIZE"), 1.0)
-        return (1e-4 + size / 1e10) / gain
-
-    def transfers(told):
-        ratio = {"262144": 0.75, "524288": 0.99}.get(told.get("NCCL_BUFFSIZE"), 1.0)
-        return gains.get(told.get("NCCL_BUFFSIZE"), 1.0) / ratio
-
-    return seconds, transfers
-
-
-@pytest.mark.parametrize(
-    ("second", "buffsize", "recommended"), [(1.2, 512, "variables"), (1.0, 256, "default")]
-)
-def test_of_settings_that_gain_those_that_slow_no_send_recv_are_taken_first(
-    place, jobs, second, buffsize, recommended
-):
-    seconds, transfers = small_fifos(second)
-    fake = jobs(lambda _: 1.0, transfers=transfers, noise=0.001)
-    fake.seconds = seconds
-    found = tccl("verify", place, "--backend", "host", "--tune", "--sizes", "4K,64M", "--json")
-    assert found.exit_code == 0, found.stderr
-    after = load_plan(place)
-    assert (after.recommended, after.choices["variables"].settings.buffsize) == (
-        recommended,
-        buffsize << 10,
-    )
-    # What gains and slows send/recv is offered, with what it slows.
-    assert ("send/recv of 64 KiB, 1 MiB, 64 MiB (0.75)" in advice(after)) == (buffsize == 256)
-    answer = json.loads(found.stdout)
-    tried = {one["settings"].get("buffsize"): one["transfer_ratio"] for one in answer["tried"]}
-    assert tried[256 << 10] == pytest.approx(0.75, rel=0.02)
-
-
 def test_tuning_takes_variables_where_they_are_as_fast_as_a_graph_file(place, jobs):
     def seconds(size, told):
         default = 1e-4 + size / 1e10
@@ -363,36 +201,6 @@ def test_a_plan_that_another_run_has_is_left_alone(place, jobs):
     assert not (place / "verify.json").exists()
 
 
-def test_tuning_leaves_a_plan_that_nothing_beats(place, jobs):
-    before = (place / "plan.json").read_bytes()
-    jobs(lambda _: 0.95, variables=lambda _: 1.3, noise=0.001)
-    found = tccl("verify", place, "--backend", "host", "--tune", "--sizes", "4K,64M")
-    assert found.exit_code == 0
-    assert "tried by one job" in found.stdout
-    assert (place / "plan.json").read_bytes() == before
-
-
-def test_tuning_recommends_default_nccl_where_nothing_beats_it(place, jobs):
-    jobs(lambda _: 0.95, variables=lambda _: 0.95, noise=0.002)
-    found = tccl("verify", place, "--backend", "host", "--tune", "--sizes", "4K,64M")
-    assert found.exit_code == 0
-    after = load_plan(place)
-    assert after.recommended == "default"
-    assert after.gain("graph") == pytest.approx(0.95, abs=0.01)
-    # A graph file without variables is told by its channels.
-    assert re.search("tuned, not used: graph file, .*[0-9] channels?: 0.9", found.stderr)
-
-
-def test_settings_under_which_the_job_fails_are_told(place, jobs):
-    jobs(
-        lambda _: 1.0,
-        fails=lambda told: "out of memory" if told.get("NCCL_BUFFSIZE") == "1048576" else "",
-    )
-    found = tccl("verify", place, "--backend", "host", "--tune", "--sizes", "4K,64M")
-    assert found.exit_code == 0
-    assert "failed: out of memory" in found.stdout
-
-
 def test_without_torch_the_sentence_names_it(place, monkeypatch):
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda _: None)
     found = tccl("verify", place, "--backend", "host")
@@ -445,93 +253,8 @@ def slowing(ratio):
     return lambda told: 1.3 / ratio if by_variables(told) else 1.0
 
 
-@pytest.mark.usefixtures("on_gpus")
-def test_jobs_narrow_and_widen_what_the_plan_recommends(place, jobs):
-    options = ("verify", place, "--sizes", "4K,64M")
-    jobs(lambda _: 1.0, variables=lambda _: 1.3, transfers=slowing(0.75), noise=0.001)
-    found = tccl(*options)
-    assert found.exit_code == 1
-    assert "No to variables only" in found.stdout and "send/recv of 64 KiB" in found.stdout
-    assert "the plan recommends default NCCL now" in found.stderr
-    after = load_plan(place)
-    assert (after.recommended, after.gain("variables")) == ("default", pytest.approx(1.3, rel=0.01))
-    assert why_not_verified(place) == ""
-    assert "export" not in tccl("env", place).stdout
-    # Of a host where nothing loses, the plan recommends more, and that is a yes.
-    jobs(lambda _: 1.0, variables=lambda _: 1.3, noise=0.001)
-    found = tccl(*options)
-    assert found.exit_code == 0, found.stdout
-    assert "Yes to variables only" in found.stdout
-    assert load_plan(place).recommended == "variables"
-    assert why_not_verified(place) == ""
-    assert "export NCCL_P2P_LEVEL=PHB" in tccl("env", place).stdout
-    # Nothing is written again where nothing changes.
-    before = (place / "plan.json").stat().st_mtime_ns
-    assert tccl(*options).exit_code == 0
-    assert (place / "plan.json").stat().st_mtime_ns == before
-
-
-def test_a_dry_run_takes_the_place_of_no_verification_on_gpus(place, jobs, monkeypatch):
-    options = ("verify", place, "--sizes", "4K,64M", "--workload", "data-parallel")
-    jobs(lambda _: 1.0, variables=lambda _: 1.3, noise=0.001)
-    with monkeypatch.context() as on_gpus:
-        on_gpus.setattr(
-            module, "machine_launcher", lambda *of: changed(without_gpus(*of), backend="cuda")
-        )
-        assert tccl(*options).exit_code == 0
-    before = [(place / name).read_bytes() for name in ("verify.json", "workloads.json")]
-    found = tccl(*options, "--backend", "host")
-    assert found.exit_code == 0 and "DRY RUN" in found.stdout
-    assert "verify.json is of jobs on GPUs" in found.stderr
-    assert before == [(place / name).read_bytes() for name in ("verify.json", "workloads.json")]
-
-
 def files_of(place):
     return {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
-
-
-def test_a_dry_run_tunes_no_plan_that_jobs_on_gpus_verified(place, jobs, monkeypatch):
-    options = ("verify", place, "--sizes", "4K,64M")
-    fake = jobs(lambda _: 1.0, variables=lambda _: 1.3, noise=0.001)
-    with monkeypatch.context() as on_gpus:
-        on_gpus.setattr(
-            module, "machine_launcher", lambda *of: changed(without_gpus(*of), backend="cuda")
-        )
-        assert tccl(*options).exit_code == 0
-    before = files_of(place)
-    fake.seconds = lambda size, told: (
-        (1e-4 + size / 1e10) / (1.4 if told.get("NCCL_BUFFSIZE") == "524288" else 1.0)
-    )
-    found = tccl(*options, "--backend", "host", "--tune")
-    assert (found.exit_code, found.stdout) == (2, "")
-    assert "--tune: is a dry run" in found.stderr
-    assert files_of(place) == before
-
-
-@pytest.mark.parametrize(
-    ("changes", "kind"),
-    [
-        ({"dry_run": True, "assumed": False}, "measured in a DRY RUN"),
-        ({"assumed": True}, "measured, the network assumed"),
-        ({"assumed": False}, "measured"),
-        ({"simulated": True, "assumed": True}, "simulated from assumed values"),
-    ],
-)
-def test_a_prediction_is_marked_as_its_plan_is(place, jobs, changes, kind):
-    jobs(lambda _: 1.0)
-    made = changed(load_plan(place), **{"simulated": False, **changes})
-    write_plan(made, place, models=as_only(load_bundled(NAME)))
-    found = tccl("verify", place, "--sizes", "4K", "--backend", "host")
-    assert f"predicted ({kind})" in " ".join(found.stdout.split())
-
-
-def test_a_dry_run_tunes_no_plan_that_was_measured_on_gpus(place, jobs):
-    jobs(lambda _: 1.0)
-    measured = changed(load_plan(place), simulated=False)
-    write_plan(measured, place, models=as_only(load_bundled(NAME)))
-    found = tccl("verify", place, "--sizes", "4K,64M", "--backend", "host", "--tune")
-    assert found.exit_code == 2
-    assert "--tune: is a dry run" in found.stderr
 
 
 def first_row(found):
@@ -611,16 +334,3 @@ def test_a_plan_in_the_place_of_another_leaves_no_record_of_the_others_workloads
     assert (place / "workloads.json").exists()
     write_plan(load_plan(place), place)
     assert not (place / "workloads.json").exists()
-
-
-def test_a_workload_of_another_number_of_ranks_or_no_file_is_refused(place, jobs, tmp_path):
-    fake = jobs(lambda _: 1.0)
-    row = WorkloadRow(collective="all_reduce", dtype="int8", bytes=1, groups=((0, 1),), calls=1)
-    file = tmp_path / "job.json"
-    write_workload(Workload(name="two", source="", ranks=2, rows=(row,)), file)
-    none = tmp_path / ("folder" * 20) / "none"
-    for name, fault in ((file, "2 ranks, and jobs here have 4"), (none, f"{none}'")):
-        found = tccl("verify", place, "--backend", "host", "--workload", name)
-        assert (found.exit_code, found.stdout) == (2, "")
-        assert fault in found.stderr
-    assert not fake.jobs and not (place / "verify.json").exists()

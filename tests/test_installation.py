@@ -615,27 +615,6 @@ def test_a_choice_for_a_workload_is_installed_for_that_workload_alone(tmp_path):
     assert "NCCL_P2P_LEVEL=PHB" in conf.read_text()
 
 
-def test_a_verified_plan_is_installed_and_taken_out(measured, tmp_path):
-    verified(measured)
-    conf = Path(os.environ["NCCL_CONF_FILE"])
-    before = everything(tmp_path)
-    result = tccl("install", measured, "--dry-run")
-    assert f"tccl: would make {conf}\n" in result.stderr
-    assert everything(tmp_path) == before
-    result = tccl("install", measured)
-    assert result.exit_code == 0, result.stderr
-    assert f"tccl: made {conf}\n" in result.stderr
-    assert "was not checked" in result.stderr
-    assert f"{conf} has the plan's lines already" in tccl("install", measured).stderr
-    assert "would remove" in tccl("uninstall", "--dry-run").stderr
-    assert conf.exists()
-    result = tccl("uninstall")
-    assert (result.exit_code, result.stderr) == (0, f"tccl: removed {conf}, which was new\n")
-    assert everything(tmp_path) == before
-    said = tccl("uninstall").stderr
-    assert said.startswith("tccl: nothing is installed") and f"{conf}" in said
-
-
 @pytest.mark.parametrize(
     ("version", "planned", "read"),
     [
@@ -714,27 +693,6 @@ def test_the_plan_of_a_cluster_is_installed_on_its_hosts_alone(tmp_path, monkeyp
     assert (result.exit_code, "the plan has no such host" in result.stderr) == (2, True)
     monkeypatch.setattr("socket.gethostname", lambda: "gpu2")
     assert tccl("install", directory, "--no-plugin").exit_code == 0
-
-
-def test_a_simulated_plan_is_installed_only_by_force(tmp_path):
-    directory = tmp_path / "plan"
-    directory.mkdir()
-    write_plan(plan_of(SMALL), directory)
-    verified(directory)
-    result = tccl("install", directory)
-    assert (result.exit_code, "is simulated; measure" in result.stderr) == (2, True)
-    assert tccl("install", directory, "--force").exit_code == 0
-
-
-def test_an_installation_says_which_jobs_read_its_file(measured, tmp_path, monkeypatch):
-    verified(measured)
-    other = tmp_path / "own.conf"
-    words = "install", measured, "--no-plugin"
-    assert "all NCCL jobs of yours, on" in tccl(*words).stderr
-    assert f"all NCCL jobs with NCCL_CONF_FILE={other}, on" in tccl(*words, "--conf", other).stderr
-    monkeypatch.setenv("NCCL_CONF_FILE", str(other))
-    assert "all NCCL jobs of yours, on" in tccl(*words, "--conf", other).stderr
-    assert f"{tmp_path / 'none'} does not exist" in tccl("uninstall", tmp_path / "none").stderr
 
 
 def test_an_nccl_later_than_those_tried_gets_the_plugin_on_request(tmp_path, monkeypatch):

@@ -1,7 +1,5 @@
 """All pairs of GPUs: bandwidth and latency of each, as a table, CSV and JSON."""
 
-import csv
-import io
 import json
 
 import pytest
@@ -44,13 +42,6 @@ def test_every_ordered_pair_has_the_rate_of_a_direct_write_alone():
         }
 
 
-def test_both_directions_run_together():
-    found = pairs("--simulate", "wrx90-16gpu-4switch", "--bidirectional", "--gpus", "0-2")
-    assert len(found) == 6
-    together = sum(rates("wrx90-16gpu-4switch", "0:2+2:0")[0])
-    assert found[0, 2]["gbps"] + found[2, 0]["gbps"] == pytest.approx(together)
-
-
 def test_pairs_without_direct_access_and_all_pairs_via_host_bounce_on_the_receivers_node():
     model = load_bundled("amd-3090")
     for more, name in (((), "amd-3090"), (("--via", "host"), BOX)):
@@ -61,14 +52,6 @@ def test_pairs_without_direct_access_and_all_pairs_via_host_bounce_on_the_receiv
             assert one["via"] == ("direct" if direct else f"C{node}")
             way = f"{a}:{b}" if direct else f"{a}:C{node}:{b}"
             assert one["gbps"] == pytest.approx(rates(name, way)[0][0])
-
-
-def test_csv_has_the_rows_of_the_json():
-    rows = list(csv.DictReader(io.StringIO(tccl("--simulate", BOX, "--csv").stdout)))
-    found = pairs("--simulate", BOX)
-    assert [(int(row["from"]), int(row["to"])) for row in rows] == list(found)
-    assert [float(row["gbps"]) for row in rows] == [one["gbps"] for one in found.values()]
-    assert {row["simulated"] for row in rows} == {"True"}
 
 
 @pytest.mark.parametrize("columns", ["40", "80"])
@@ -86,27 +69,6 @@ def test_a_dry_run_has_latencies_and_a_journal_answers_again(tmp_path):
     assert all(one["gbps"] > 0 and one["latency_us"] > 0 for one in first.values())
     assert all(one["dry_run"] for one in first.values())
     assert pairs(*command, *journal) == first
-
-
-@pytest.mark.parametrize(
-    "more",
-    [("0:1",), ("--via", "nvlink"), ("--csv", "--json"), ("--gpus", "0"), ("--gpus", "0,9"),
-     ("--meeting", "pass-on")],
-)  # fmt: skip
-def test_wrong_use_is_one_line(more):
-    result = tccl("--simulate", BOX, *more)
-    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
-
-
-def test_options_of_all_pairs_are_refused_beside_sets():
-    result = CliRunner().invoke(app, ["measure", "0:1", "--simulate", BOX, "--bidirectional"])
-    assert (result.exit_code, "--bidirectional beside SET" in result.stderr) == (2, True)
-
-
-def test_without_sets_all_pairs_are_measured():
-    said = CliRunner().invoke(app, ["measure", "--simulate", BOX]).stdout
-    assert said == tccl("--simulate", BOX).stdout
-    assert said.startswith("GB/s from row to column")
 
 
 @pytest.mark.gpu(count=2)

@@ -11,12 +11,15 @@ In tests/transcripts/NAME.txt, of the command NAME:
 Lines of `tccl` run in this process, others in a shell, which makes files; both in a folder of
 their own that has `cases` and `plans` of the project, and recorded hosts in `recorded`.
 NAME=VALUE before `tccl` sets a variable. `> FILE` at the end takes what is printed; plans of one
-command line are made once. `# GPUs: NAME` lets a model answer as if it were measured, and
-`# jobs: variables 1.3` has how fast stand-ins of jobs are by each choice, in parts of default
-NCCL. Seconds that passed are written as N.
+command line are made once. Stand-ins are told behind three spaces: `# GPUs: NAME`, a model that
+answers as if it were measured, with `slower: G2 0.5` for a link, and how fast jobs are that have
+something, in parts of default NCCL: `# jobs: variables 1.3, NCCL_ALGO=Tree 0.9`; `send:` is for
+send/recv, `graph fails` and `graph wrong` for jobs with a graph file. Seconds that passed are
+written as N, and numbers of JSON with 6 digits.
 """
 
 import json
+import math
 import os
 import pwd
 import re
@@ -31,13 +34,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
+from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
-from tccl_py.experiments import plans
+from tccl_py.experiments import plans, preflight
+from tccl_py.experiments.spec import WrongValue
+from tccl_py.simulator.source import Simulator
+from tests.drifting import with_slower_link
 from tests.recorded_hosts import RECORDED, recorded
 from tests.sessions import Fake, measures_by
-from tests.verified import FakeJobs, by_plan
+from tests.verified import FakeJobs, by_variables, without_gpus
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "tests" / "transcripts"
@@ -47,7 +54,8 @@ _SET = re.compile(r"[A-Z][A-Z0-9_]*=.*")
 _KEPT = tempfile.TemporaryDirectory(prefix="t", dir="/tmp")
 _MADE: dict[tuple[str, ...], Path] = {}
 _TAKEN = re.compile(
-    r'(compared in |rounds, .* in |"seconds": |(?:duration|timestamp)_seconds{.*} )[0-9.e-]+'
+    r'(compared in |rounds, .* in |% at most; |"seconds": |(?:duration|timestamp)_seconds{.*} )'
+    r"[0-9.e-]+"
 )
 _WHOLE = {"break_long_words": False, "break_on_hyphens": False}
 
@@ -108,19 +116,51 @@ def _run(line, monkeypatch):
 
 
 def _stand_in(said, monkeypatch):
-    """Let GPUs, or jobs that are this much faster than default NCCL by a choice, be stand-ins."""
-    kind, _, rest = said.partition(": ")
-    if kind == "GPUs":
-        measures_by(monkeypatch, Fake(rest), *MEASURING)
-        return
-    words = rest.replace(",", " ").split()
-    ratio = dict(zip(words[::2], map(float, words[1::2]), strict=True))
-    seconds = by_plan(
-        lambda _: ratio.get("graph", 1.0), variables=lambda _: ratio.get("variables", 1.0)
-    )
-    jobs = FakeJobs(seconds, noise=0.001)
+    """Let GPUs and jobs be stand-ins."""
+    parts = dict(one.split(": ") for one in said.split("; ") if one)
+    if "GPUs" in parts:
+        session = Fake(parts["GPUs"])
+        if "slower" in parts:
+            device, left = parts["slower"].split()
+            session.simulator = Simulator(with_slower_link(session.model, device, float(left)))
+        measures_by(monkeypatch, session, *MEASURING)
+        backend = {"backend": "cuda"}
+        monkeypatch.setattr(preflight, "users_of", lambda gpus: "")
+        monkeypatch.setattr(
+            plans, "machine_launcher", lambda *of: replace(without_gpus(*of), **backend)
+        )
+    jobs = _jobs([one.rsplit(" ", 1) for one in parts.get("jobs", "").split(", ") if one])
     monkeypatch.setattr(plans, "LocalRunner", lambda server: jobs)
     monkeypatch.setattr(plans, "check_torch", lambda: None)
+
+
+def _jobs(facts):
+    """Jobs by facts as `variables 1.3`: so much faster, where a job has this or NAME=VALUE."""
+    factors = [(what, float(fact)) for what, fact in facts if fact not in ("fails", "wrong")]
+
+    def has(environment, what):
+        if what in ("default", "graph", "variables"):
+            has_file, is_told = "NCCL_GRAPH_FILE" in environment, by_variables(environment)
+            return what == ("graph" if has_file else "variables" if is_told else "default")
+        name, _, value = what.partition("=")
+        return environment.get(name) == value
+
+    def gain(environment, send=False):
+        return math.prod(
+            factor
+            for what, factor in factors
+            if (what[:5] == "send:") == send and has(environment, what.removeprefix("send:"))
+        )
+
+    broken = [what for what, fault in facts if fault == "fails"]
+    return FakeJobs(
+        lambda size, environment: (1e-4 + size / 1e10) / gain(environment),
+        noise=0.001,
+        transfers=lambda environment: 1 / gain(environment, send=True),
+        fails=lambda environment: "out of memory" * any(has(environment, one) for one in broken),
+        wrong=(WrongValue(case="scatter, int32 x 3", rank=1, what="1 of 3"),)
+        * any(fault == "wrong" for _, fault in facts),
+    )
 
 
 def _run_apart(words):
@@ -143,7 +183,7 @@ def _run_apart(words):
 
 def _shown(out, err, code):
     if out.startswith(("{", "[")):
-        out = _in_few_lines(json.loads(out))
+        out = _in_few_lines(json.loads(out, parse_float=lambda text: float(f"{float(text):.6g}")))
     lines = [line.rstrip() for line in out.splitlines()]
     lines += [f"! {line}".rstrip() for line in err.splitlines()]
     lines += [f"[exit {code}]"] * bool(code)
