@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError, MeasurementError
-from tccl_py.experiments import plans
+from tccl_py.experiments import means_table, plans
 from tccl_py.experiments.collectives import COLLECTIVES
 from tccl_py.experiments.jobs import HostRanks, Launcher, LocalRunner
 from tccl_py.experiments.means import MEANS, NCCL
@@ -97,7 +97,10 @@ def test_a_rank_without_a_partner_takes_part_in_nothing(target, server):
 
 
 class Recorded:
-    """Jobs whose rows take the recorded microseconds by means; a text is how a job fails."""
+    """Jobs whose rows take the recorded microseconds by means; a text is how a job fails.
+
+    A list has what its jobs do, one after the other.
+    """
 
     def __init__(self, us):
         self.us, self.jobs = us, []
@@ -110,6 +113,8 @@ class Recorded:
         spec = decode_json(task.spec, JobSpec, where="spec")
         self.jobs.append((spec.means, dict(task.environment)))
         us = self.us[spec.means]
+        if isinstance(us, list):
+            us = us.pop(0) if len(us) > 1 else us[0]
         if isinstance(us, str):
             raise RanksError([0], "ended with code 1", us)
         times = [batches(row, [us(row) * 1e-6] * BATCHES) for row in spec.rows]
@@ -186,6 +191,16 @@ def test_means_that_need_p2p_do_not_run_where_it_is_not_proven(target, verdict, 
 
 
 KNOWN_P2P = [name for name, one in MEANS.items() if one.p2p]
+
+
+def test_a_means_that_fails_after_anothers_hang_is_tried_once_more(target, monkeypatch):
+    monkeypatch.setattr(means_table, "AFTER_HANG_S", 0.0)
+    us = {**RECORDED, NCCL: "error: hangs: at once"}
+    us["one-shot"] = ["torch.AcceleratorError: CUDA error: launch failed", RECORDED["one-shot"]]
+    us["peer-copies"] = ["torch.AcceleratorError: CUDA error: launch failed"]
+    found = measure_means(proven(target), on_gpus(Recorded(us)), seconds=1e-9)
+    assert any("one-shot" in row.us for row in found.rows)
+    assert "CUDA error: launch failed" in found.out["peer-copies"]
 
 
 def test_without_right_values_there_is_no_table(target):

@@ -134,6 +134,15 @@ def test_the_rank_whose_last_words_name_a_cause_is_told(run, tmp_path):
     assert (error.what, error.said) == ("ended with code 7", "ValueError: no room")
 
 
+def test_an_error_of_cuda_is_told_and_not_what_torch_adds(run, tmp_path):
+    error = "torch.AcceleratorError: CUDA error: unspecified launch failure"
+    added = "CUDA kernel errors might be asynchronously reported at some other API call"
+    text = f"import sys\nprint({error!r})\nprint({added!r})\nsys.exit(1)"
+    with pytest.raises(RanksError) as caught:
+        run(tmp_path, text, (0,))
+    assert caught.value.said == error
+
+
 @pytest.mark.parametrize("words", ["", "Cuda failure 2 'out of memory'"])
 def test_nccls_error_is_told_with_its_words_if_it_has_any(run, tmp_path, words):
     message = f"DistBackendError: x\nncclUnhandledCudaError: Call failed.\nLast error:\n{words}\n"

@@ -29,6 +29,7 @@ from tccl_py.workloads.bundled import BUNDLED, load_bundled
 ROUNDS = 3
 DEADLINE_S = 60.0
 """Of a job: one of all rows takes 10 to 20 s, and one that hangs may not take much longer."""
+AFTER_HANG_S = 3.0
 AS_GOOD = 0.02
 """A means has to beat default NCCL by this share."""
 _REDUCED = tuple(KIB << shift for shift in range(0, 17, 2))
@@ -91,7 +92,7 @@ class MeansTable(Kept, frozen=True, kw_only=True):
     regrets: tuple[Regret, ...]
     workloads: Annotated[dict[str, StepByMeans], says("bundled ones whose calls were timed")]
     out: Annotated[dict[str, str], says("means that cannot run, hang or give wrong values: why")]
-    environments: Annotated[dict[str, dict[str, str]], says("NCCL's variables of each means")]
+    environments: Annotated[dict[str, dict[str, str]], says("NCCL's variables of a means")]
     rounds: Annotated[int, says("jobs of each means")]
     versions: dict[str, str]
     devices: Annotated[tuple[str, ...], says("names in rank order")]
@@ -159,6 +160,7 @@ def measure_means(
     out = {} if dry else _without_p2p(target, launcher, known)
     jobs: dict[str, list[Outcome]] = {}
     launcher = replace(launcher, timeout=min(launcher.timeout, DEADLINE_S))
+    hung = False
     for number in range(ROUNDS):
         if number and time.monotonic() - begun > seconds:
             break
@@ -167,15 +169,12 @@ def measure_means(
             if name in out:
                 continue
             launcher.watch(f"round {number + 1} of {ROUNDS}: {name}")
-            try:
-                (job,) = launcher.run([contender.arm], contender.spec)
-            except RanksError as error:
-                out[name] = f"{HANGS} {error.what}" if error.late else _failure(error)
-                continue
-            jobs.setdefault(name, []).append(job)
-            faults = (times.fault for rank in job.results for times in rank.times)
-            if wrong := next(filter(None, faults), ""):
-                out[name] = f"wrong values: {wrong}"
+            job = _run(launcher, contender, again=hung)
+            hung = isinstance(job, str) and job.startswith(HANGS)
+            if isinstance(job, str):
+                out[name] = job
+            else:
+                jobs.setdefault(name, []).append(job)
     sound = {name: jobs[name] for name in jobs if name not in out}
     if not sound:
         why = "; ".join(f"{name}: {text}" for name, text in out.items())
@@ -190,7 +189,11 @@ def measure_means(
         regrets=tuple(_regrets(table)),
         workloads=dict(_workloads(table, launcher.world)),
         out=out,
-        environments={each.name: launcher.variables(each.arm) for each in contenders},
+        environments={
+            each.name: launcher.variables(each.arm)
+            for each in contenders
+            if each.spec.means == NCCL
+        },
         rounds=max(map(len, sound.values())),
         versions={"torch": ranks[0].torch, "nccl": ranks[0].nccl},
         devices=tuple(rank.device for rank in ranks),
@@ -230,12 +233,26 @@ def _without_p2p(target: Target, launcher: Launcher, known: Mapping[str, Means])
     return {name: f"cannot run: {why}" for name in known if why and known[name].p2p}
 
 
-def _failure(error: RanksError) -> str:
-    """Return why a means is out: by what a rank said, or how it failed."""
-    said = error.said.removeprefix("error: ")
-    if said.startswith(HANGS):
-        return said
-    return f"cannot run: {said}" if said != error.said else f"fails: {error}"
+def _run(launcher: Launcher, contender: _Contender, *, again: bool) -> Outcome | str:
+    """Return a job of a means, or why the means is out.
+
+    With `again` one that fails is run once more: what hung before it may still be on the GPUs.
+    """
+    try:
+        (job,) = launcher.run([contender.arm], contender.spec)
+    except RanksError as error:
+        said = error.said.removeprefix("error: ")
+        if error.late or said.startswith(HANGS):
+            return f"{HANGS} {error.what}" if error.late else said
+        if said != error.said:
+            return f"cannot run: {said}"
+        if not again:
+            return f"fails: {error}"
+        time.sleep(AFTER_HANG_S)
+        return _run(launcher, contender, again=False)
+    faults = (times.fault for rank in job.results for times in rank.times)
+    wrong = next(filter(None, faults), "")
+    return f"wrong values: {wrong}" if wrong else job
 
 
 def _rows_of_table(

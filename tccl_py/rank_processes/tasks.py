@@ -34,7 +34,8 @@ _LAST_BYTES = 64_000
 _TAIL = 600
 """Characters of a failed rank's output in an error."""
 _CAUSE = re.compile(r"error|Error|not found|WARN")
-_TORCH_WARNING = re.compile(r"\[W\d{4} ")
+_NO_CAUSE = re.compile(r"\[W\d{4} |CUDA kernel errors might be ")
+"""torch's warnings, and what it adds to an error of CUDA."""
 _NCCL_WORDS = re.compile(r"\s*\nLast error:\s*")
 """Between NCCL's error in torch's message and its words, which may be missing."""
 
@@ -213,7 +214,7 @@ def _last_line(rank: Rank) -> tuple[int, str]:
     output = rank.output.read_bytes() if rank.output.exists() else b""
     text = _NCCL_WORDS.sub(" ", output[-_LAST_BYTES:].decode(errors="replace"))
     lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
-    causes = [s for s in lines if _CAUSE.search(s) and not _TORCH_WARNING.search(s)]
+    causes = [s for s in lines if _CAUSE.search(s) and not _NO_CAUSE.search(s)]
     return bool(lines) + bool(causes), (causes or lines or [""])[-1][-_TAIL:]
 
 
