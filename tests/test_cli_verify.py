@@ -160,7 +160,7 @@ def test_tuning_takes_variables_where_they_are_as_fast_as_a_graph_file(place, jo
     # What gloo achieved says nothing about GPUs.
     assert after.dry_run and "NCCL_BUFFSIZE" not in tccl("env", place).stdout
     assert "export NCCL_BUFFSIZE=524288" in tccl("env", place, "--force").stdout
-    levels = {one.settings.p2p_level for one in kept.tried if one.arm == "variables"}
+    levels = {one.settings.p2p_level for one in kept.tried if one.name == "variables"}
     assert levels == {None, "SYS", "PHB"}
 
 
@@ -180,7 +180,7 @@ def test_copy_engines_that_lose_at_a_size_are_not_recommended(tmp_path, jobs):
     found = tccl("verify", place, "--backend", "host", "--tune", "--sizes", "4K,64M")
     kept = Verification.load(place)
     engines = [one for one in kept.tried if one.settings.shm_copy_engine]
-    assert max(one.gbps for one in engines) > 1.5 * kept.tried[0].gbps
+    assert max(one.achieved_gbps for one in engines) > 1.5 * kept.tried[0].achieved_gbps
     after = load_plan(place)
     # They are offered for large messages, with a note on the small.
     assert (after.recommended, after.choices["variables"].settings.shm_copy_engine) == (

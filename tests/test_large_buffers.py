@@ -182,7 +182,10 @@ def test_jobs_decide_whether_large_buffers_are_harmless(plan, place, transferred
         "",
         "",
     )
-    assert settled.choices.get("large-buffers").achieved_gbps == found.arm("large-buffers").gbps
+    assert (
+        settled.choices.get("large-buffers").achieved_gbps
+        == found.arm("large-buffers").achieved_gbps
+    )
     assert (
         headline(found)[0]
         .split(": ")[1]

@@ -191,8 +191,8 @@ def test_a_faster_plan_is_accepted_with_its_evidence(plan, place):
     assert [one.verdict for one in graph.sizes][-5:] == ["better"] * 5
     assert graph.sizes[-1].compared.ratio == pytest.approx(1.2, rel=0.01)
     assert graph.large.ratio == pytest.approx(1.2, rel=0.01)
-    assert graph.gbps == pytest.approx(default.gbps * 1.2, rel=0.02)
-    assert graph.gbps == pytest.approx(
+    assert graph.achieved_gbps == pytest.approx(default.achieved_gbps * 1.2, rel=0.02)
+    assert graph.achieved_gbps == pytest.approx(
         bus_gbps("all_reduce", len(plan.gpus), 1 << 30, 0.1 / 1.2), rel=0.1
     )
     assert found.order.startswith("ABCCBABCA")
@@ -271,7 +271,7 @@ def test_a_limit_and_a_bound_that_jobs_contradict_are_taken_back(boxed, box, gra
     assert boxed.limit_gbps and boxed.bound_gbps
     # The limit is of the hops of the choice that was fastest by prediction.
     assert plan.limit_gbps == (boxed.limit_gbps if kept else None)
-    achieved = found.arm("graph").gbps
+    achieved = found.arm("graph").achieved_gbps
     assert plan.choices["graph"].achieved_gbps == achieved
     assert plan.bound_gbps == (None if achieved > boxed.bound_gbps else boxed.bound_gbps)
     # Rates in host memory are none of the machine's.
@@ -801,7 +801,7 @@ def test_the_log_of_any_job_that_differs_from_the_plan_is_told(on_two, tmp_path,
     write_plan(on_two, tmp_path, models=as_only(load_bundled(SMALL)))
     place = changed(dry_run(on_two, Changing(by_plan(lambda _: 1.0))), backend="cuda")
     found = run_verification(on_two, tmp_path, place, RunBudget(sizes=(1 << 20,)), choice="graph")
-    assert found.arms[1].rings.same == (at == 100)
+    assert found.arms[1].log_rings.same == (at == 100)
     assert bool(found.arms[1].faults) == (at != 100)
 
 
@@ -821,7 +821,7 @@ def test_without_checks_the_log_is_that_of_a_timing_job(on_two, tmp_path, checks
     effort = RunBudget(sizes=(1 << 20,), checks=checks)
     found = run_verification(on_two, tmp_path, place, effort, choice="graph")
     assert found.arms[0].rings is None
-    assert found.arms[1].rings.same, found.arms[1].rings.differences
+    assert found.arms[1].log_rings.same, found.arms[1].log_rings.differences
 
 
 def test_other_channels_rings_and_transports_are_named(on_two):

@@ -104,8 +104,8 @@ def test_the_best_settings_of_all_hosts_are_found_by_their_collectives(tmp_path)
     assert found[0].plan.choices["default"].achieved_gbps == pytest.approx(stock, rel=0.01)
     # Default NCCL first, then the choices as they are; channels before all else.
     first, second, third, *others = found[1].tried
-    assert [first.arm, second.arm, third.settings] == ["default", "variables", plan.settings]
-    graphs = [one.settings.channels for one in others if one.arm == "graph"]
+    assert [first.name, second.name, third.settings] == ["default", "variables", plan.settings]
+    graphs = [one.settings.channels for one in others if one.name == "graph"]
     assert graphs[:4] == [8, 8, 4, 4]
 
 
@@ -126,7 +126,7 @@ def test_rings_get_equal_numbers_of_channels_in_all_that_is_tried(tmp_path):
     found = tuned(plan, hosts, tmp_path)
     (rings,) = {len(passage.chains) for passage in plan.paths}
     assert rings == 2
-    counts = {one.settings.channels for one in found[1].tried if one.arm == "graph"}
+    counts = {one.settings.channels for one in found[1].tried if one.name == "graph"}
     assert counts == {2, 4, 8, 16, 32}
 
 
@@ -369,7 +369,7 @@ def test_what_graph_files_over_hosts_achieved_is_kept_and_the_verified_files_sta
     found = replace(verify_target(first, place_of(plan, hosts), EFFORT), backend="cuda")
     target = first.settled(found)
     achieved = target.plan.choices["graph"].achieved_gbps
-    assert achieved == found.arm("graph").gbps
+    assert achieved == found.arm("graph").achieved_gbps
     assert target.plan.gain("graph") == pytest.approx(2.0, rel=0.01)
     assert f"{achieved:.2f} achieved, 2.00x default" in dict(summary(target.plan))["graph file"]
     # At this rate in the files NCCL would use twice as many channels.

@@ -16,9 +16,9 @@ from tccl_py.errors import MeasurementError
 from tccl_py.experiments.spec import JobResult, JobSpec, RowTimes, WrongValue
 from tccl_py.files import encode_json
 from tccl_py.model.measurement import Backend
-from tccl_py.nccl.settings import GRAPH_VARIABLE, Settings
+from tccl_py.nccl.settings import GRAPH_VARIABLE
 from tccl_py.nccl.variables import HOST_VARIABLES
-from tccl_py.plan.chains import ChoiceName
+from tccl_py.plan.chains import Choice, ChoiceName
 from tccl_py.plan.machine_files import GRAPH_FILE
 from tccl_py.rank_processes.forkserver import ForkServer
 from tccl_py.rank_processes.rank import JobSlot, Rendezvous
@@ -55,18 +55,14 @@ AGAIN = cast("ChoiceName", "again")
 """Name of the second arm of default NCCL in the rounds of a comparison, which is no choice."""
 
 
-class Arm(msgspec.Struct, frozen=True, kw_only=True):
-    """An A/B arm: a choice of the plan and its NCCL variables.
+class Arm(Choice, frozen=True, kw_only=True):
+    """An A/B arm: a choice of the plan with its job."""
 
-    `graphs` are the texts of graph files by host: each host's ranks get their own, whatever path
-    NCCL_GRAPH_FILE of `variables` names. `predicted_gbps` is None where the plan has no rate.
-    """
-
-    name: ChoiceName
     variables: dict[str, str]
-    settings: Settings
-    predicted_gbps: float | None = None
-    graphs: dict[str, str] = {}
+    """The job's NCCL variables."""
+    graphs: dict[str, str] = msgspec.field(default_factory=dict)
+    """The texts of graph files by host: each host's ranks get their own, whatever path
+    NCCL_GRAPH_FILE of `variables` names."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):

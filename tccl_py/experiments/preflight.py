@@ -121,7 +121,7 @@ class Preflight(msgspec.Struct, frozen=True, kw_only=True):
         for rank, count in Counter(value.rank for value in self.arm.wrong).most_common():
             what = f"values of {first[rank].case}: {first[rank].what}"
             yield Problem(what, self.places[rank], "no wrong result", f"{count} wrong results")
-        for text in self.arm.rings.differences if self.arm.rings else ():
+        for text in self.arm.log_rings.differences if self.arm.log_rings else ():
             yield Problem("rings", "NCCL, by its log", "as planned", text)
 
     @property

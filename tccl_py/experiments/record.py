@@ -15,8 +15,7 @@ from tccl_py.experiments.communication import Communication
 from tccl_py.experiments.comparison import EQUAL, LEAST_ROUNDS, MAX_ROUNDS, Compared, Timed, compare
 from tccl_py.experiments.spec import Groups, Row, WrongValue, is_large
 from tccl_py.model.measurement import Backend
-from tccl_py.nccl.settings import Settings
-from tccl_py.plan.chains import AS_GOOD, ChoiceName
+from tccl_py.plan.chains import AS_GOOD, Choice, ChoiceName
 from tccl_py.plan.results import Kept
 from tccl_py.plan.text import CHOICE_WORDS
 
@@ -28,28 +27,23 @@ WINS: dict[ChoiceName, str] = {
 }
 
 
-class ArmResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Results of real collectives in one arm.
+class ArmResult(Choice, frozen=True, kw_only=True):
+    """A choice with the results of real collectives in its arm."""
 
-    `gbps` is the bus bandwidth at the large sizes, to compare with `predicted_gbps`, which may rest
-    on `assumed` values, and `large` the speed over default NCCL's there. `transfers` are send/recv
-    to the next rank, all-to-all, and a workload's own rows. `failure` says why a job failed;
-    nothing is timed then.
-    """
-
-    name: ChoiceName
-    settings: Settings
     environment: dict[str, str]
-    predicted_gbps: float | None = None
-    assumed: bool = False
-    gbps: float | None = None
+    """All NCCL variables of its jobs."""
     large: Compared = EQUAL
+    """The speed over default NCCL's at the large sizes, of which `achieved_gbps` is."""
     rows: tuple[Timed, ...] = ()
     transfers: tuple[Timed, ...] = ()
+    """Rows of send/recv to the next rank, of all-to-all, and of a workload."""
     checked: int = 0
+    """Compared values of collectives."""
     wrong: tuple[WrongValue, ...] = ()
-    rings: RingsFound | None = None
+    log_rings: RingsFound | None = None
+    """The rings of NCCL's log beside the planned ones; None of other choices than a graph file."""
     failure: str = ""
+    """Why a job failed: nothing is timed then."""
 
     @property
     def sizes(self) -> tuple[Timed, ...]:
@@ -90,7 +84,7 @@ class ArmResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if self.failure:
             return (f"its job failed: {self.failure}",)
         found = [f"{len(self.wrong)} values are wrong"] if self.wrong else []
-        if self.rings is not None and not self.rings.same:
+        if self.log_rings is not None and not self.log_rings.same:
             found.append("NCCL does not do what was planned")
         return tuple(found)
 
@@ -107,61 +101,61 @@ class ArmResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return compare(means[:1], means[1:])[0]
 
 
-class Tried(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A candidate of the sweep: bus bandwidth at the large sizes, or why its job failed.
+class Tried(Choice, frozen=True, kw_only=True):
+    """A candidate of the sweep, of which one job ran."""
 
-    `worst_ratio` is the smallest ratio, over sizes, to the slowest job of default NCCL,
-    `transfer_ratio` that of send/recv and all-to-all to the job beside, 1.0 where they were not
-    timed, and `gain` the bus bandwidth over that job's.
-    """
-
-    arm: ChoiceName
-    settings: Settings
-    gbps: float = 0.0
     worst_ratio: float = 0.0
+    """The smallest ratio, over sizes, to the slowest job of default NCCL."""
     transfer_ratio: float = 1.0
+    """The ratio of send/recv and all-to-all to the job beside; 1.0 where they were not timed."""
     gain: float = 1.0
+    """The bus bandwidth at the large sizes over that job's."""
     failed: str = ""
+    """Why its job failed."""
 
 
 class Verification(Kept, frozen=True, kw_only=True):
-    """Results of every arm of a plan, the baseline (default NCCL) first.
-
-    `recommended` is the plan's choice, `chosen` the one in question, and `winner` the best by jobs.
-    `order` has the arm of each job as a letter, A the baseline and the last letter default NCCL
-    `again`, whose rows say how far it differs from itself; `raw` each job's seconds per call by
-    row, rank and batch. `at_once` jobs ran at the same time, interleaved. Of several hosts,
-    `hosts` are names in rank order, `gpus` is empty, and rings have ranks. Where `jobs_ran` for the
-    plan before, predictions are these jobs' bandwidths; those of a `dry_plan` are of host memory.
-    `workload` is a job's communication, if one was given. `default_fails` says why a job of default
-    NCCL failed: the baseline has NCCL_P2P_DISABLE=1 then.
-    """
+    """Results of every arm of a plan."""
 
     FILE = "verify.json"
     machine: str
     gpus: tuple[int, ...]
+    """Those of one host; () of several."""
     hosts: tuple[str, ...] = ()
+    """The names of several hosts in rank order."""
     backend: Backend
     arms: tuple[ArmResult, ...]
+    """The baseline, default NCCL, first. Rings over several hosts have ranks."""
     again: tuple[Timed, ...] = ()
+    """Rows of default NCCL's second arm, which say how far it differs from itself."""
     recommended: ChoiceName
+    """The plan's choice."""
     chosen: ChoiceName
+    """The choice in question."""
     winner: ChoiceName
+    """The best by jobs."""
     simulated: bool
     collective: str
     workload: Communication | None = None
+    """A job's communication, if one was given."""
     left_out: tuple[str, ...]
     versions: dict[str, str]
     devices: tuple[str, ...]
     order: str
+    """The arm of each job as a letter: A the baseline, the last one default NCCL `again`."""
     raw: tuple[tuple[tuple[tuple[float, ...], ...], ...], ...]
+    """Each job's seconds per call, by row, rank and batch."""
     seconds: float
     at_once: int = 1
+    """Jobs that ran at the same time, interleaved."""
     jobs_ran: bool = msgspec.field(default=False, name="tuned")
+    """Whether jobs ran for the plan before: predictions are their bandwidths."""
     dry_plan: bool = False
+    """Whether predictions are of host memory."""
     tried: tuple[Tried, ...] = ()
     notices: tuple[str, ...] = ()
     default_fails: str = ""
+    """Why a job of default NCCL failed: the baseline has NCCL_P2P_DISABLE=1 then."""
     format_version: int = 3
 
     def fault(self) -> str:
@@ -193,7 +187,8 @@ class Verification(Kept, frozen=True, kw_only=True):
     @property
     def achieved(self) -> dict[ChoiceName, float]:
         """Return the bus bandwidth of each choice's jobs, GB/s."""
-        return {arm.name: arm.gbps for arm in self.arms if arm.gbps is not None}
+        rates = {arm.name: arm.achieved_gbps for arm in self.arms}
+        return {name: rate for name, rate in rates.items() if rate is not None}
 
     @property
     def best(self) -> ArmResult:

@@ -104,9 +104,9 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                 variables |= self._variables(name)
             arm = Arm(
                 name=name,
-                variables=variables,
-                settings=choice.settings,
+                **pick(choice, "settings", "assumed"),
                 predicted_gbps=choice.best_known_gbps,
+                variables=variables,
                 graphs=dict(self.graphs) if GRAPH_VARIABLE in variables else {},
             )
             arms[name] = different.setdefault(tuple(sorted(variables.items())), arm)

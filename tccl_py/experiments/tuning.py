@@ -79,7 +79,8 @@ def run_tuning(
         changes = {name: best for name, best in settings.items() if best != plan.choices[name]}
         # Predictions cannot be compared with job throughput: use the jobs' for all choices.
         rates = {name: gbps for name, gbps in first.achieved.items() if name not in plan.choices}
-        rates |= {"default": tried[0].gbps, **{n: trial.gbps for n, trial in best_of.items()}}
+        trials_of = {"default": tried[0], **best_of}
+        rates |= {n: trial.achieved_gbps for n, trial in trials_of.items() if trial.achieved_gbps}
         changed = plan.retune(changes, rates) if changes else plan
         if changed.choices == plan.choices:
             break
@@ -90,7 +91,7 @@ def run_tuning(
             break
         # The number of channels is what mostly harms small messages, or training.
         harmful = {(name, *_channels(best_of[name])) for name in changes}
-        trials = [trial for trial in trials if (trial.arm, *_channels(trial)) not in harmful]
+        trials = [trial for trial in trials if (trial.name, *_channels(trial)) not in harmful]
     better = [each for each in compared if _better(each[1], judged)]
     rejected = [text for each in compared if each not in better for text in _rejections(each[1])]
     # 3. Offer settings that only large messages gain from; they are not recommended.
@@ -133,7 +134,7 @@ def _trials(plan: Target, sweep: Sweep, *, deadline: float) -> list[Tried]:
     """
     trials = sweep.run(list(plan.choices.items()))
     for steps in zip_longest(*(stages(plan, name) for name in plan.choices)):
-        tried = {(trial.arm, trial.settings) for trial in trials}
+        tried = {(trial.name, trial.settings) for trial in trials}
         candidates: dict[Candidate, None] = {}
         for name, stage in zip(plan.choices, steps, strict=True):
             best = _fastest(trials, name)
@@ -153,13 +154,16 @@ def _fastest(trials: Sequence[Tried], name: ChoiceName) -> Tried | None:
     Candidates that gain and leave send/recv and all-to-all as they are come first: only these may
     be harmless. Of equally fast ones it is the first.
     """
-    usable = [trial for trial in trials if trial.arm == name and trial.worst_ratio >= _LEAST]
+    usable = [trial for trial in trials if trial.name == name and trial.worst_ratio >= _LEAST]
     best: Tried | None = None
     for trial in usable:
-        rank = _gains(trial), trial.gbps
-        if best is None or rank > (_gains(best), best.gbps * (1 + SMALLEST_EFFECT)):
+        if best is None or _rank(trial) > _rank(best, 1 + SMALLEST_EFFECT):
             best = trial
     return best
+
+
+def _rank(trial: Tried, times: float = 1.0) -> tuple[bool, float]:
+    return _gains(trial), (trial.achieved_gbps or 0.0) * times
 
 
 def _gains(trial: Tried) -> bool:
@@ -232,13 +236,13 @@ class Sweep:
         """Return default NCCL with the median rate of its jobs."""
         settings = Settings(version=self._target.plan.choices["variables"].settings.version)
         rate = median(self._default_gbps)
-        return Tried(arm="default", settings=settings, gbps=rate, worst_ratio=1.0)
+        return Tried(name="default", settings=settings, achieved_gbps=rate, worst_ratio=1.0)
 
     def _try(self, candidate: Candidate, outcome: Outcome | MeasurementError) -> Tried:
         """Return a candidate's rates over those of the baseline job beside it."""
         name, settings = candidate
         if isinstance(outcome, MeasurementError):
-            return Tried(arm=name, settings=settings, failed=str(outcome))
+            return Tried(name=name, settings=settings, failed=str(outcome))
         rows = timed_rows(self._launcher, [outcome])
         gbps, sizes, transfers = self._gbps(rows), list[float](), list[float]()
         for row, timed in rows.items():
@@ -246,9 +250,9 @@ class Sweep:
             # What is no size is send/recv and all-to-all.
             (sizes if row in self._slowest else transfers).append(slowest / timed.seconds[0])
         return Tried(
-            arm=name,
+            name=name,
             settings=settings,
-            gbps=gbps,
+            achieved_gbps=gbps,
             worst_ratio=min(sizes),
             transfer_ratio=min(transfers, default=1.0),
             gain=gbps / self._gbps(self._default),

@@ -177,8 +177,7 @@ class Judge(NamedTuple):
         """Return the rows, checked values and rings of an arm's jobs, or why one failed."""
         target, launcher, budget = self.target, self.launcher, self.budget
         result = ArmResult(
-            **pick(arm, "name", "settings", "predicted_gbps"),
-            assumed=target.plan.choices[arm.name].assumed,
+            **pick(arm, "name", "settings", "predicted_gbps", "assumed"),
             environment=launcher.variables(arm),
             failure=rounds.failures.get(arm.name, ""),
         )
@@ -191,12 +190,14 @@ class Judge(NamedTuple):
         transfers = tuple(rows.pop(row) for row in list(rows) if row not in main and not row.trains)
         return replace(
             result,
-            gbps=large_gbps([(row.bytes, row.gbps) for row in rows.values() if row.over_all]),
+            achieved_gbps=large_gbps(
+                [(row.bytes, row.gbps) for row in rows.values() if row.over_all]
+            ),
             rows=tuple(rows.values()),
             transfers=transfers,
             checked=sum(rank.checked for rank in first.results),
             wrong=(*first.wrong, *trained),
-            rings=rings_of_jobs(target, launcher, arm, [first, *jobs], checks=budget.checks),
+            log_rings=rings_of_jobs(target, launcher, arm, [first, *jobs], checks=budget.checks),
         )
 
 

@@ -62,8 +62,10 @@ def size_lines(arms: Sequence[ArmResult]) -> Iterator[list[str]]:
 
 
 TRIED: Columns = (
-    Column("tried by one job", lambda row: choice_words(row.arm, row.settings)),
-    Column("GB/s", lambda row: f"failed: {row.failed}" if row.failed else f"{row.gbps:.2f}"),
+    Column("tried by one job", lambda row: choice_words(row.name, row.settings)),
+    Column(
+        "GB/s", lambda row: f"failed: {row.failed}" if row.failed else f"{row.achieved_gbps:.2f}"
+    ),
     Column("at its worst size", lambda row: _of_default(row, row.worst_ratio)),
     Column("transfers", lambda row: _of_default(row, row.transfer_ratio)),
 )

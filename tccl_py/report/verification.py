@@ -15,7 +15,6 @@ from tccl_py.experiments.comparison import FALSE_RATE, SMALLEST_EFFECT, Timed, V
 from tccl_py.experiments.record import (
     WINS,
     ArmResult,
-    Tried,
     Verification,
     groups_text,
     row_words,
@@ -87,6 +86,18 @@ class VerifiedArm(msgspec.Struct, frozen=True, kw_only=True):
     failure: Annotated[str, says("why its job failed")]
 
 
+class TriedChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """A candidate of the sweep over settings, of which one job ran."""
+
+    arm: ChoiceName
+    settings: Settings
+    gbps: Annotated[float, says("bus bandwidth at the large sizes")]
+    worst_ratio: Annotated[float, says("the smallest, over sizes, to default NCCL's slowest job")]
+    transfer_ratio: Annotated[float, says("of send/recv and all-to-all to the job beside")]
+    gain: Annotated[float, says("the bus bandwidth over that job's")]
+    failed: Annotated[str, says("why its job failed")]
+
+
 class Verified(msgspec.Struct, frozen=True, kw_only=True):
     """`tccl verify --json`."""
 
@@ -102,7 +113,7 @@ class Verified(msgspec.Struct, frozen=True, kw_only=True):
     trade_offs: Annotated[tuple[TradeOff, ...], says("the choices that none dominates")]
     simulated: Annotated[bool, says("whether predictions are simulated")]
     dry_run: bool
-    tried: Annotated[tuple[Tried, ...], says("candidates of `--tune`")]
+    tried: Annotated[tuple[TriedChoice, ...], says("candidates of `--tune`")]
     rounds: Annotated[int, says("jobs of each arm")]
     seconds: float
     hosts: Annotated[tuple[str, ...], says("in rank order; none of one machine")]
@@ -118,7 +129,14 @@ class Verified(msgspec.Struct, frozen=True, kw_only=True):
 def report_verification(result: Verification, tunings: Iterable[SizeTuning] = ()) -> Verified:
     """Return what `verify --json` prints; verify.json has all timings beside."""
     arms = tuple(_arm(result, arm) for arm in result.arms)
-    more = {"trade_offs": trade_offs(result), "tunings": tuple(map(report_tuning, tunings))}
+    tried = tuple(
+        fill(TriedChoice, one, arm=one.name, gbps=one.achieved_gbps or 0.0) for one in result.tried
+    )
+    more = {
+        "tried": tried,
+        "trade_offs": trade_offs(result),
+        "tunings": tuple(map(report_tuning, tunings)),
+    }
     return fill(Verified, result, arms=arms, **more)
 
 
@@ -132,7 +150,8 @@ def _arm(result: Verification, arm: ArmResult) -> VerifiedArm:
         **pick(arm.large, "ratio", "low", "high"),
         **{name: tuple(map(_row, of)) for name, of in rows.items()},
         not_recommended=tuple(row.bytes for row in arm.sizes if row in arm.losses),
-        rings=arm.rings and fill(SameRings, arm.rings),
+        gbps=arm.achieved_gbps,
+        rings=arm.log_rings and fill(SameRings, arm.log_rings),
     )
 
 
@@ -212,22 +231,21 @@ def trade_off_lines(result: Verification) -> Iterator[str]:
 
 def _arm_facts(result: Verification, arm: ArmResult) -> list[str]:
     lines = [f"failed: {arm.failure}"] if arm.failure else []
-    if arm.gbps is not None and arm.predicted_gbps:
+    if arm.achieved_gbps is not None and arm.predicted_gbps:
         kind = mark(simulated=result.simulated, assumed=arm.assumed, dry_run=result.dry_plan)
         kind += ", the network assumed" * (arm.assumed and not result.simulated)
         origin = "achieved by earlier jobs" if result.jobs_ran else f"predicted ({kind})"
-        share = arm.gbps / arm.predicted_gbps
+        share = arm.achieved_gbps / arm.predicted_gbps
         where = _where(result)
-        lines.append(
-            f"{arm.predicted_gbps:.2f} GB/s {origin}, achieved {arm.gbps:.2f} {where}: {share:.0%}"
-        )
+        rates = f"{arm.predicted_gbps:.2f} GB/s {origin}, achieved {arm.achieved_gbps:.2f}"
+        lines.append(f"{rates} {where}: {share:.0%}")
     lines += [f"wrong: {row.case}, rank {row.rank}: {row.what}" for row in arm.wrong[:_SHOWN_WRONG]]
     if arm.checked and not arm.wrong:
         lines.append(f"{arm.checked} results of collectives compared, all right")
-    if arm.rings is not None:
-        lines += arm.rings.differences
-        if arm.rings.same:
-            lines.append(f"NCCL runs the plan's rings on all {len(arm.rings.found)} channels")
+    if arm.log_rings is not None:
+        lines += arm.log_rings.differences
+        if arm.log_rings.same:
+            lines.append(f"NCCL runs the plan's rings on all {len(arm.log_rings.found)} channels")
     further: dict[str, list[str]] = {}
     baseline = arm is result.arms[0]
     for row in (*arm.groups, *arm.training, *arm.transfers):

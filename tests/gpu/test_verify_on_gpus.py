@@ -92,7 +92,7 @@ def verified(planned, *words):
             c = one.compared
             numbers = f"{one.gbps:.2f} {c.ratio:.4f} {c.low:.4f} {c.high:.4f}"
             print(arm.name, one.bytes, one.groups, numbers, one.verdict)
-        print(arm.name, arm.gbps, "predicted", arm.predicted_gbps, kept.objections(arm))
+        print(arm.name, arm.achieved_gbps, "predicted", arm.predicted_gbps, kept.objections(arm))
     print(kept.winner, "wins;", kept.rounds, "rounds took", kept.seconds, "s")
     return kept
 
