@@ -39,7 +39,7 @@ from tccl_py.nccl.plugin import LIBRARY
 from tccl_py.nccl.settings import Settings, env_conflicts, env_rules, environment
 from tccl_py.nccl_conf import _reads_home, conf_lines, settings_of_files, why_no_default
 from tccl_py.nccl_library import InstalledNccl
-from tccl_py.plan.chains import FailingPair, Failure
+from tccl_py.plan.chains import Choice, FailingPair, Failure
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.statistics import Interval
@@ -48,7 +48,11 @@ from tests.planned import SMALL, needing_a_graph, plan_of, replace_plan
 from tests.skips import mark_needs
 
 SETTINGS = Settings(version="2.28", p2p_level="SYS", channels=8, buffsize=524288)
-PLAN = Delivery(settings=SETTINGS, variables=environment(SETTINGS), provenance="measured")
+PLAN = Delivery(
+    choice=Choice(name="graph", settings=SETTINGS),
+    variables=environment(SETTINGS),
+    provenance="measured",
+)
 PRINT = Fingerprint(
     gpu_uuids=("GPU-aa", "GPU-bb"), driver="580.159.04", numa_count=2, kernel="6.8.0"
 )

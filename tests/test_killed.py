@@ -208,7 +208,7 @@ def test_exports_that_are_killed_leave_nothing_for_good(tmp_path):
 def test_installing_and_taking_out_may_be_killed(tmp_path, monkeypatch):
     state, files = tmp_path / "state", tmp_path / "files"
     monkeypatch.setenv("XDG_STATE_HOME", str(state))
-    delivery = Delivery(settings=plan_of(SMALL).settings, provenance="measured")
+    delivery = Delivery(choice=plan_of(SMALL).choices["graph"], provenance="measured")
 
     def begin():
         shutil.rmtree(files, ignore_errors=True)

@@ -104,7 +104,7 @@ def env(
             Env(
                 **delivery.job,
                 off=delivery.disabled or UNSET,
-                choice=UNSET if delivery.disabled else delivery.choice,
+                choice=UNSET if delivery.disabled else delivery.choice.name,
                 environment=dict(delivery.variables),
                 **pick(plan, "simulated", "dry_run"),
             )
@@ -233,10 +233,10 @@ def _conflicts(delivery: Delivery, environment: Mapping[str, str]) -> str:
     """Return what contradicts a job's part of a plan in its environment and in NCCL's files."""
     # Hosts may have other files, and all their ranks need the same variables.
     given = {**delivery.variables, **environment}
-    planned = delivery.settings.version
+    planned = delivery.choice.settings.version
     lines = settings_of_files(given, planned=planned) if "gpus" in delivery.job else {}
     own = {**{name: line.value for name, line in lines.items()}, **environment}
-    names = list(env_conflicts(delivery.settings, own))
+    names = list(env_conflicts(delivery.choice.settings, own))
     if own.get(GRAPH_VARIABLE) and own[GRAPH_VARIABLE] != delivery.variables.get(GRAPH_VARIABLE):
         names.append(GRAPH_VARIABLE)
     places = {name: f" ({lines[name].where})" for name in names if name in lines}

@@ -62,7 +62,7 @@ def install(
         request = replace(request, choice=found.chosen)
         notice(f"for {found.name} alone, other jobs may lose: {communication_line(found)}")
     plan, delivery = accept(directory, request, newer_nccl=newer_nccl, say=notice)
-    own = user_file(planned=delivery.settings.version)
+    own = user_file(planned=delivery.choice.settings.version)
     path = conf or own
     earlier = any(line.installed for line in settings_of_files({}, files=[path]).values())
     if gives_nothing(plan, directory, delivery) and not earlier:

@@ -15,10 +15,10 @@ from tccl_py.delivery.launched import Launched, find_launch
 from tccl_py.delivery.plugin import plugin_exports
 from tccl_py.errors import InputError, require
 from tccl_py.model.cluster import shown
-from tccl_py.nccl.settings import Settings, environment, job_environment
+from tccl_py.nccl.settings import Settings, job_environment
 from tccl_py.nccl.versions import NEWER_VARIABLE, why_no_plugin
 from tccl_py.nccl_library import installed_nccl
-from tccl_py.plan.chains import ChoiceName
+from tccl_py.plan.chains import Choice, ChoiceName
 from tccl_py.plan.directory import files_of
 from tccl_py.plan.host_files import host_graph_file
 from tccl_py.plan.machine_files import part_file, placement
@@ -35,23 +35,26 @@ DRY_RUN = (
 
 
 class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A job over GPUs of a machine's plan, or on a host of a cluster.
-
-    None is all GPUs, this host, the installed NCCL, and the recommended choice. With `plugin` it
-    loads NCCL's plugin, up to `newest_nccl` where a trial went well with that. With `equal_hosts`
-    GPUs' UUIDs may differ, and with `force` the plan of a dry run holds. `command` takes the place
-    of this process, which then is one of the job's ranks or starts them.
-    """
+    """A job over GPUs of a machine's plan, or on a host of a cluster."""
 
     gpus: tuple[int, ...] | None = None
+    """None is all GPUs of the plan."""
     host: str | None = None
+    """None is this host."""
     nccl: str | None = None
+    """The version of the job's NCCL; None is the installed one."""
     choice: ChoiceName | None = None
+    """None is the recommended choice."""
     plugin: bool = False
+    """Whether the job loads NCCL's plugin."""
     newest_nccl: str = ""
+    """The version up to which a trial of the plugin went well."""
     equal_hosts: bool = False
+    """Whether GPUs' UUIDs may differ."""
     force: bool = False
+    """Whether the plan of a dry run holds."""
     command: tuple[str, ...] = ()
+    """What takes the place of this process, which then is one of the job's ranks or starts them."""
 
     def why_no_plugin(self, plan: Plan) -> str:
         """Return why the job's NCCL does not work with the plugin, as a clause; "" if it does."""
@@ -64,35 +67,33 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Delivery(msgspec.Struct, frozen=True, kw_only=True):
-    """What the ranks of a job get from a plan.
-
-    `job` has its GPUs or its host. `variables` are all that the ranks need, NCCL_GRAPH_FILE and
-    those that load the plugin included; `settings` are the choice's, `provenance` that of the
-    rates. `numa_id` is the NUMA node for the memory of this rank, where NCCL has no plugin that
-    places bounce buffers. A plan that is `disabled`, for that reason, gives none of them. With
-    `refused` the job gets less than was asked for.
-    """
+    """What the ranks of a job get from a plan: a choice, by variables or placed memory."""
 
     job: Mapping[str, Any] = {}
-    choice: ChoiceName = "default"
-    settings: Settings = Settings()
+    """Its GPUs or its host."""
+    choice: Choice = Choice(name="default", settings=Settings())
     provenance: str = ""
+    """The basis of the rates."""
     variables: Mapping[str, str] = {}
+    """All that the ranks need, NCCL_GRAPH_FILE and those that load the plugin included."""
     numa_id: int | None = None
+    """The NUMA node for the memory of this rank, where no plugin places bounce buffers."""
     disabled: str = ""
+    """Why the plan gives none of them."""
     refused: bool = False
+    """Whether the job gets less than was asked for."""
 
 
 class _Place(msgspec.Struct, frozen=True):
-    """Where a job runs: its part of the plan, with the graph file for it below `nccl/`.
-
-    `disabled` says why the plan does not hold there, `no_file` why the graph file does not.
-    """
+    """Where a job runs: its part of the plan."""
 
     job: Mapping[str, Any]
     file: str
+    """The graph file for it below `nccl/`."""
     disabled: str = ""
+    """Why the plan does not hold there."""
     no_file: str = ""
+    """Why the graph file does not."""
 
 
 def deliver(plan: Plan, directory: Path, request: JobRequest, *, say: Say) -> Delivery:
@@ -150,8 +151,7 @@ def deliver(plan: Plan, directory: Path, request: JobRequest, *, say: Say) -> De
         variables = choice_variables(plan, directory, choice, file, plugin=False)
     return Delivery(
         job=place.job,
-        choice=choice,
-        settings=plan.choices[choice].settings,
+        choice=plan.choices[choice],
         provenance=plan.provenance_of(choice),
         variables=variables,
         numa_id=numa_id,
@@ -161,9 +161,8 @@ def deliver(plan: Plan, directory: Path, request: JobRequest, *, say: Say) -> De
 
 def gives_nothing(plan: Plan, directory: Path, delivery: Delivery) -> bool:
     """Return whether what a host's jobs get is default NCCL, with and without the plugin."""
-    own = environment(delivery.settings)
-    tuned = (directory / Tuning.FILE).exists()
-    return not (own or tuned or files_of(plan).sets or delivery.settings.shm_placement)
+    own, tuned = delivery.choice.environment, (directory / Tuning.FILE).exists()
+    return not (own or tuned or files_of(plan).sets or delivery.choice.settings.shm_placement)
 
 
 def _check_choice(plan: Plan, request: JobRequest) -> None:
@@ -193,13 +192,13 @@ def deliver_to_host(plan: Plan, directory: Path, request: JobRequest, *, say: Sa
     With the request's `plugin` it is loaded where that works; `say` is told where it does not.
     """
     _check_choice(plan, request)
-    choice = request.choice or plan.recommended
-    own = choice == plan.recommended
+    name = request.choice or plan.recommended
+    own = name == plan.recommended
     what = "is for jobs over exactly its GPUs, and these lines are for all of the host"
     right = "start such jobs by `tccl run --workload`"
-    require(own or choice != "graph", "the graph file", what, right)
-    settings = plan.plain_settings if own else plan.choices[choice].settings
-    variables = job_environment(settings)
+    require(own or name != "graph", "the graph file", what, right)
+    choice = plan.plain_choice if own else plan.choices[name]
+    variables = job_environment(choice.settings)
     # The plugin's index is that of the plan's own choice.
     if request.plugin and own:
         why, newest = request.why_no_plugin(plan), request.newest_nccl
@@ -211,8 +210,7 @@ def deliver_to_host(plan: Plan, directory: Path, request: JobRequest, *, say: Sa
             say(f"without the plugin, by variables alone: {why}")
         else:
             variables = loading | ({NEWER_VARIABLE: newest} if newest else {})
-    provenance = plan.provenance_of(choice)
-    return Delivery(settings=settings, provenance=provenance, variables=variables)
+    return Delivery(choice=choice, provenance=plan.provenance_of(name), variables=variables)
 
 
 def _on_host(plan: Plan, directory: Path, request: JobRequest, say: Say) -> _Place:

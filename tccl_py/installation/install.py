@@ -180,7 +180,7 @@ def _change(delivery: Delivery, path: Path) -> Change:
     place, where = real_path(path), str(path)
     before = read_own(place)
     check_trusted(place.parent)
-    own = user_file(planned=delivery.settings.version)
+    own = user_file(planned=delivery.choice.settings.version)
     shared = place != real_path(own) and not why_closed(place.parent)
     for name in delivery.variables.values() if shared else ():
         # Those who cannot read what it names would have its variables alone: another choice.
@@ -201,7 +201,7 @@ def _check_remainder(delivery: Delivery, remainder: bytes, where: str) -> None:
         right = "take it out: it fails every communicator over other GPUs"
         raise InputError(lines[GRAPH_VARIABLE].where, f"sets {GRAPH_VARIABLE}", right)
     values = {name: line.value for name, line in lines.items()}
-    names = [name for name in env_conflicts(delivery.settings, values) if name in lines]
+    names = [name for name in env_conflicts(delivery.choice.settings, values) if name in lines]
     planned = delivery.variables.items()
     names += [name for name, value in planned if values.get(name, value) != value]
     if names:
@@ -212,7 +212,7 @@ def _check_remainder(delivery: Delivery, remainder: bytes, where: str) -> None:
 def conf_body(delivery: Delivery) -> str:
     """Return our lines of nccl.conf."""
     if PLUGIN_VARIABLE not in delivery.variables:
-        return conf_text(delivery.settings, provenance=delivery.provenance)
+        return conf_text(delivery.choice.settings, provenance=delivery.provenance)
     head = f"# tccl-py, rates {delivery.provenance}; `tccl show --sets` says for whom.\n"
     return head + "".join(f"{name}={value}\n" for name, value in delivery.variables.items())
 

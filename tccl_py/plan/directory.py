@@ -66,7 +66,7 @@ def nccl_files(plan: Plan, directory: Path) -> dict[str, str]:
     place = PurePosixPath(directory.resolve() / "nccl")
     files = files_of(plan).texts(place)
     env = files["env.sh"] + _PLUGIN_NOTE * plan.needs_plugin
-    conf = conf_text(plan.plain_settings, provenance=plan.provenance)
+    conf = conf_text(plan.plain_choice.settings, provenance=plan.provenance)
     return files | {"env.sh": env, "nccl.conf": conf}
 
 

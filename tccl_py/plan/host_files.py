@@ -163,7 +163,11 @@ class ClusterFiles:
 
     def texts(self, place: PurePosixPath) -> dict[str, str]:
         """Return graph files, files for launchers and env.sh, as they will lie in `place`."""
-        plan, settings, provenance = self.plan, self.plan.plain_settings, self.plan.provenance
+        plan, settings, provenance = (
+            self.plan,
+            self.plan.plain_choice.settings,
+            self.plan.provenance,
+        )
         files = {self.graphs[name]: text for name, text in host_graphs(plan).items()}
         hosts = [(host.name, plan.gpus_of(host)) for host in plan.hosts]
         files |= order_files(hosts, place, provenance=provenance)

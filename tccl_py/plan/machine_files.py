@@ -186,7 +186,9 @@ class MachineFiles:
         parts = [part for part in plan.parts.values() if part.rings]
         files = {part_file(plan, part.gpus): subset_graph(plan, part) for part in parts}
         graph = place / GRAPH_FILE if plan.names_graph else None
-        return files | {"env.sh": env_text(plan.plain_settings, graph, provenance=plan.provenance)}
+        return files | {
+            "env.sh": env_text(plan.plain_choice.settings, graph, provenance=plan.provenance)
+        }
 
     def plugin(
         self, texts: Mapping[str, str], fingerprint: Fingerprint | None, directory: Path, **_: bool

@@ -290,9 +290,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return self.recommended == "graph" and not self.needs_plugin
 
     @property
-    def plain_settings(self) -> Settings:
-        """The settings of jobs without the plugin and without a graph file."""
-        return self.choices["variables"].settings if self.needs_plugin else self.job_settings
+    def plain_choice(self) -> Choice:
+        """The choice of jobs without the plugin and without a graph file."""
+        return self.choices["variables" if self.needs_plugin else self.recommended]
 
     @property
     def cut_short(self) -> bool:

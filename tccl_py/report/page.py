@@ -74,7 +74,7 @@ def report_html(contents: Contents) -> str:
             mark=plan.provenance,
             notices=_notices(contents),
             variables=environment(plan.settings),
-            exports=env_sh(plan.plain_settings),
+            exports=env_sh(plan.plain_choice.settings),
             directory=_directory(contents),
             # Drawings
             nodes=nodes,
