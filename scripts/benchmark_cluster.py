@@ -155,7 +155,7 @@ def slowed(table: KeptTable, name: str, rng: np.random.Generator) -> KeptTable:
 def whole_plan() -> MergeRates:
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / "plan"
-        words = ["plan", "-o", str(directory), "--simulate", MACHINE, "--nodes", f"{NODES}"]
+        words = ["plan", str(directory), "--simulate", MACHINE, "--nodes", f"{NODES}"]
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             app(words, standalone_mode=False)
         plan = load_plan(directory)

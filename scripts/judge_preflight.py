@@ -15,7 +15,7 @@ def main() -> None:
     """Judge, and exit with 1 if a preflight failed or took longer than a minute."""
     directory, times = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 20
     if not (directory / "plan.json").exists():
-        tccl("plan", "-o", directory)
+        tccl("plan", directory)
         print(tccl("verify", directory, "--rounds", "6", "--seconds", "60").stdout, flush=True)
     failed = slow = 0
     for number in range(times):

@@ -100,7 +100,7 @@ WITHOUT_GPUS = (
 def test_without_gpus_a_command_advises_options_that_it_has(line, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = CliRunner()
-    run.invoke(app, ["plan", "-o", "plan", "--simulate", "amd-v100", "--max-sets", "5"])
+    run.invoke(app, ["plan", "plan", "--simulate", "amd-v100", "--max-sets", "5"])
     monkeypatch.setitem(sys.modules, "pynvml", None)
     name, *arguments = line.split()
     result = run.invoke(app, [name, *arguments])

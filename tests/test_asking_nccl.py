@@ -347,7 +347,7 @@ def test_a_measured_plan_has_nccls_own_rings_and_files_that_it_loads(monkeypatch
     monkeypatch.setattr(nccl_here, "ask_each", refused)
     monkeypatch.setattr(Plan, "recommended", "graph")
     place = tmp_path / "plan"
-    words = ("plan", "-o", place, "--nccl", "2.28", "--max-sets", "5")
+    words = ("plan", place, "--nccl", "2.28", "--max-sets", "5")
 
     def tried(plan, _):
         return msgspec.structs.replace(plan, notices=(*plan.notices, "it was tried"))
@@ -371,10 +371,10 @@ def test_a_measured_plan_has_nccls_own_rings_and_files_that_it_loads(monkeypatch
     # Its sets were measured before.
     assert not prepared
     monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "12")
-    assert tccl("plan", "-o", tmp_path / "shared", *words[3:]).exit_code == 0
+    assert tccl("plan", tmp_path / "shared", *words[3:]).exit_code == 0
     assert not prepared
     monkeypatch.delenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
-    assert tccl("plan", "-o", tmp_path / "new", *words[3:]).exit_code == 0
+    assert tccl("plan", tmp_path / "new", *words[3:]).exit_code == 0
     assert len(prepared) == 1
 
 

@@ -58,7 +58,7 @@ def planned(tmp_path_factory):
     """A plan of this host's memory."""
     folder = tmp_path_factory.mktemp("planned") / "p"
     subprocess.run(
-        console("plan", "-o", folder, "--simulate", "h200x4-vm", "--gpus", "0,1", "--max-sets", 3),
+        console("plan", folder, "--simulate", "h200x4-vm", "--gpus", "0,1", "--max-sets", 3),
         check=True,
         capture_output=True,
         timeout=120,
@@ -79,7 +79,7 @@ GOES_ON = {
         ("doctor",),
         ("env", "PLAN"),
         MEASURE,
-        ("plan", "-o", "OUT", "--backend", "host", "--gpus", "0,1"),
+        ("plan", "OUT", "--backend", "host", "--gpus", "0,1"),
         ("verify", "PLAN", "--backend", "host", "--sizes", "4K", "--no-checks"),
     ],
     ids=lambda words: words[0],

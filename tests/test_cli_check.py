@@ -50,7 +50,7 @@ def made(tmp_path_factory):
     """A simulated plan with noise; tests copy it."""
     directory = tmp_path_factory.mktemp("plans") / "plan"
     options = ("--simulate", NAME, "--noise", "0.02", "--max-sets", "40", "--rings", "1")
-    assert tccl("plan", "-o", directory, *options).exit_code == 0
+    assert tccl("plan", directory, *options).exit_code == 0
     # Parts of rings, by which a slower link is told from those beside it.
     assert tccl("show", directory, "--why").exit_code == 0
     return directory
@@ -210,7 +210,7 @@ def test_the_host_backend_is_checked_by_itself(plan):
 def test_an_unchanged_cluster_is_as_it_was_and_a_slower_link_on_its_hosts_is_told(tmp_path):
     directory, name = tmp_path / "plan", "amd-v100"
     options = ("--simulate", name, "--nodes", "2", "--rings", "1", "--max-sets", "20")
-    assert tccl("plan", "-o", directory, *options, "--noise", "0.01").exit_code == 0
+    assert tccl("plan", directory, *options, "--noise", "0.01").exit_code == 0
     result = tccl("check", directory)
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith(f"2 hosts of {name}: no drift")

@@ -55,8 +55,8 @@ def test_show_has_classes_passages_order_and_rates(directory):
     for line in (
         "four 2 0,1,2,3 N0 mlx5_0 N1 mlx5_1",
         "pair 1 0,1 N0 mlx5_0 N1 mlx5_1",
-        "four (0) 2 0 N0 1 0 2 3 N1 20.00 N0->N0->G1{blocks=2}",
-        "1 N1 3 2 0 1 N0 21.00 N1->N1->G3{blocks=2}",
+        "four (0) 2 0 N0 1 0 2 3 N1 20.00 N0 -> G1",
+        "1 N1 3 2 0 1 N0 21.00 N1 -> G3",
         "host order another order than given: gpu[3,2,1],login",
         "whole rings 9.50 GB/s with all hosts at once (simulated from assumed values)",
         "bound 12.50 GB/s, not proven best",
@@ -72,7 +72,7 @@ def test_hosts_in_the_order_given_are_compressed(tmp_path):
     plan = equal_hosts(1024, bound_gbps=10.05, proven=True)
     lines = rows(tccl("show", saved(plan, tmp_path / "plan")).stdout)
     assert "host order as given: gpu[0000-1023]" in lines
-    assert "0 N0 0 1 2 3 N0 20.00 N0->N0->G0{blocks=2}" in lines
+    assert "0 N0 0 1 2 3 N0 20.00 N0 -> G0" in lines
     assert any("bound 10.05 GB/s, proven best within 1 %" in line for line in lines)
     assert not any(line.startswith("whole rings") for line in lines)
 
@@ -83,7 +83,7 @@ def test_hops_lists_every_flow_with_its_rate(directory):
     assert "four (0) 0 G0 G2 22.00 G0->G0->C1->G2->G2{blocks=2}" in lines
     assert "one (2) 1 G0 N1 22.00 G0->G0->C0->N1->N1{blocks=2}" in lines
     flows = sum(len(chain.hops) for one in mixed().paths for chain in one.chains)
-    assert sum("blocks=2}" in line for line in lines) == flows + 6  # and 6 above this table
+    assert sum("blocks=2}" in line for line in lines) == flows
 
 
 def many_passages():
@@ -99,10 +99,9 @@ def test_of_many_passages_show_has_the_first(tmp_path):
     assert len(plan.paths) == 24
     place = saved(plan, tmp_path / "plan")
     lines = rows(tccl("show", place).stdout)
-    assert sum(line.startswith("four (") for line in lines) == 16
-    assert any("and 8 more host paths" in line for line in lines)
+    assert any("and 16 more rows" in line for line in lines)
     hops = rows(tccl("show", place, "--hops").stdout)
-    assert sum(line.startswith("four (23) ") for line in hops) == 5
+    assert sum(line.startswith("23 ") for line in hops) == 5
 
 
 def test_a_long_order_is_cut(tmp_path):
@@ -272,7 +271,7 @@ def test_nothing_is_cut_in_a_narrow_terminal(columns, tmp_path, monkeypatch):
     assert "…" not in text
     joined = "".join(text.split())
     assert ",".join(names) in joined
-    assert environment(wanted)["NCCL_IB_HCA"] in joined
+    assert "NCCL_IB_HCA='=mlx5_0:1,...'" in joined
     assert max(map(len, text.splitlines())) <= max(40, int(columns))
 
 

@@ -72,7 +72,7 @@ def test_the_file_has_a_ring_for_every_set_of_gpus_and_the_notices_in_a_comment(
 def cluster(tmp_path_factory):
     """The simulated plan of three equal nodes."""
     place = tmp_path_factory.mktemp("cluster") / "plan"
-    result = tccl("plan", "-o", place, "--simulate", SMALL, "--nodes", 3, "--max-sets", 50)
+    result = tccl("plan", place, "--simulate", SMALL, "--nodes", 3, "--max-sets", 50)
     assert result.exit_code == 0, result.stderr
     return place
 

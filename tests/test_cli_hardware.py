@@ -64,7 +64,7 @@ def faked(monkeypatch, session):
 
 
 @pytest.mark.parametrize(
-    "command", [("plan", "-o", "plan"), ("measure", "G0->G0->G1"), ("advise",)], ids=" ".join
+    "command", [("plan", "plan"), ("measure", "G0->G0->G1"), ("advise",)], ids=" ".join
 )
 def test_missing_cupy_is_said_before_a_worker_starts(command, monkeypatch, tmp_path):
     model = load_bundled(SMALL)
@@ -211,7 +211,7 @@ def test_what_cannot_be_measured_ends_measure_with_its_sentence(fake):
 
 def planned(directory, *more):
     words = ("--nccl", "2.30", "--rings", "1", "--max-sets", "200")
-    return tccl("plan", "-o", directory, *words, *more)
+    return tccl("plan", directory, *words, *more)
 
 
 def test_a_measured_plan_says_so_everywhere(fake, tmp_path):
@@ -473,7 +473,7 @@ def test_a_killed_run_leaves_no_process_and_is_gone_on_from(how, tmp_path):
 
 def test_a_plan_over_the_host_backend_is_a_rehearsal_and_says_so(tmp_path):
     place = tmp_path / "plan"
-    command = ("plan", *ON_HOST, "-o", place, "--rings", "1", "--max-sets", "4", "--target", "0.3")
+    command = ("plan", *ON_HOST, place, "--rings", "1", "--max-sets", "4", "--target", "0.3")
     output, _ = on_host(*command)
     assert "for host-2, GPUs 0,1: measured in a DRY RUN" in output.partition("\n")[0]
     assert REHEARSAL in output.replace("\n", " ")

@@ -24,7 +24,18 @@ from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.journal import read_journal
-from tests.planned import ASUS, PCIE, SMALL, WRX, as_only, needing_a_graph, plan_of, replace_plan
+from tests.planned import (
+    ASUS,
+    PCIE,
+    SEVERAL_GPUS,
+    SMALL,
+    WRX,
+    as_only,
+    needing_a_graph,
+    plan_of,
+    replace_plan,
+)
+from tests.test_reference_plans import PLANS
 
 KEYS = ["rings", "rate_gbps", "bound_gbps", "proven", "sets_measured", "simulated", "settings"]
 
@@ -102,6 +113,27 @@ def test_a_measured_plan_recommends_default_nccl_until_jobs_have_run(capsys):
     for other in (plan, dry_run, decided):
         assert until_jobs_decide(other) is other
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("name", SEVERAL_GPUS)
+def test_show_fits_a_small_terminal_and_breaks_no_word(name):
+    def shown(columns):
+        runner = CliRunner(env={"COLUMNS": str(columns)})
+        return runner.invoke(app, ["show", str(PLANS / f"{name}.json")]).stdout
+
+    assert 10 < len(shown(80).splitlines()) <= 40
+    words = set(re.findall("[^\\s\u2500-\u257f]+", shown(80)))
+    assert words <= set(shown(2000).split())
+
+
+@pytest.mark.parametrize("more", [(), ("--nodes", "2")])
+def test_a_new_plan_is_told_in_eight_lines_with_what_comes_next(more, tmp_path):
+    place = tmp_path / "box"
+    lines = done("plan", place, "--simulate", SMALL, *more).stdout.splitlines()
+    titles = [line[:9].strip() for line in lines if line[0] != " "]
+    assert titles == ["Plan", "Verdict", "Rates", "Limit", "How sure", "Files", "Next"]
+    assert len(done("show", place).stdout.splitlines()) > len(titles)
+    assert f"tccl verify {place}" in " ".join(" ".join(lines).split())
 
 
 def test_every_file_of_the_directory_says_that_it_is_simulated(directory):
@@ -214,10 +246,10 @@ def test_an_interrupted_plan_goes_on_as_if_nothing_had_been(patience, noise, tmp
     with monkeypatch.context() as patched:
         patched.setattr("tccl_py.cli.plan.ProgressLine", Impatient)
         patched.setattr(Impatient, "patience", 10**9)
-        done("plan", "-o", tmp_path / "whole", *command)
+        done("plan", tmp_path / "whole", *command)
         # Counted from the end, an interruption comes while subsets are planned.
         patched.setattr(Impatient, "patience", patience % Impatient.reports)
-        cut = tccl("plan", "-o", tmp_path / "cut", *command)
+        cut = tccl("plan", tmp_path / "cut", *command)
     assert cut.exit_code == 130
     assert "interrupted: " in cut.stderr
     best = json.loads(cut.stdout)
@@ -226,7 +258,7 @@ def test_an_interrupted_plan_goes_on_as_if_nothing_had_been(patience, noise, tmp
     assert [list(ring) for ring in load_plan(tmp_path / "cut").channel_rings] == best["rings"]
     done("env", tmp_path / "cut")
     kept = (tmp_path / "cut" / "measurements.jsonl").read_text()
-    done("plan", "-o", tmp_path / "cut", *command)
+    done("plan", tmp_path / "cut", *command)
     text = (tmp_path / "cut" / "measurements.jsonl").read_text()
     assert text.startswith(kept)
     assert len(text.splitlines()) == len(set(text.splitlines()))
@@ -243,7 +275,7 @@ def test_an_interruption_before_anything_was_found_says_so(more, tmp_path, monke
 
     monkeypatch.setattr("tccl_py.planning.opening.plan_hosts", impatient)
     monkeypatch.setattr("tccl_py.planning.opening_hosts.plan_unmeasured", impatient)
-    result = tccl("plan", "-o", tmp_path, "--simulate", SMALL, *more)
+    result = tccl("plan", tmp_path, "--simulate", SMALL, *more)
     assert (result.exit_code, result.stdout) == (130, "")
     assert "tccl: interrupted before there" in result.stderr
 
@@ -268,7 +300,7 @@ main()
 @pytest.mark.parametrize("how, code", [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
 @pytest.mark.parametrize("more", [(), ("--nodes", "2")])
 def test_a_plan_that_is_being_written_is_written_whole(more, how, code, tmp_path):
-    command = [sys.executable, "-c", ENDED_WHILE_WRITING, "plan", "-o", str(tmp_path / "plan")]
+    command = [sys.executable, "-c", ENDED_WHILE_WRITING, "plan", str(tmp_path / "plan")]
     command += ["--simulate", SMALL, "--rings", "1", "--max-sets", "1", *more, str(int(how))]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert (done.returncode, done.stdout) == (code, "")
@@ -279,7 +311,7 @@ def test_a_plan_that_is_being_written_is_written_whole(more, how, code, tmp_path
 
 
 def test_a_signal_leaves_the_best_so_far_and_a_journal_that_is_gone_on_from(tmp_path):
-    command = [sys.executable, "-m", "tccl_py.cli.main", "plan", "-o", str(tmp_path / "plan")]
+    command = [sys.executable, "-m", "tccl_py.cli.main", "plan", str(tmp_path / "plan")]
     command += ["--simulate", "asus-esc8000a-e13p", "--max-sets", "400", "--rings", "1,2"]
     command += ["--gpus", "0-5"]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -314,7 +346,7 @@ def test_a_journal_of_another_machine_noise_or_seed_is_refused(other, tmp_path, 
     given = {"--simulate": SMALL, "--noise": "0.05", "--seed": "3", "--rings": "1,2,4"}
 
     def plan(options):
-        return tccl("plan", "-o", tmp_path, *chain.from_iterable(options.items()))
+        return tccl("plan", tmp_path, *chain.from_iterable(options.items()))
 
     with monkeypatch.context() as patched:
         patched.setattr("tccl_py.cli.plan.ProgressLine", Impatient)

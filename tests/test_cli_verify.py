@@ -35,7 +35,7 @@ def tccl(*arguments):
 def planned(tmp_path_factory):
     directory = tmp_path_factory.mktemp("planned") / "plan"
     options = ("--simulate", NAME, "--max-sets", "20", "--rings", "1")
-    assert tccl("plan", "-o", directory, *options).exit_code == 0
+    assert tccl("plan", directory, *options).exit_code == 0
     return directory
 
 
@@ -167,7 +167,7 @@ def test_tuning_takes_variables_where_they_are_as_fast_as_a_graph_file(place, jo
 def test_copy_engines_that_lose_at_a_size_are_not_recommended(tmp_path, jobs):
     place = tmp_path / "plan"
     options = ("--simulate", NAME, "--max-sets", "20", "--rings", "1", "--nccl", "2.28")
-    assert tccl("plan", "-o", place, *options).exit_code == 0
+    assert tccl("plan", place, *options).exit_code == 0
 
     def seconds(size, told):
         default = 1e-4 + size / 1e10
@@ -219,7 +219,7 @@ def test_plan_tunes_when_asked_to(tmp_path, jobs, monkeypatch):
     monkeypatch.setattr(module, "machine_launcher", without_gpus)
     monkeypatch.setattr(module, "check_tuning", lambda _: None)
     options = ("--simulate", NAME, "--max-sets", "20", "--rings", "1", "--tune", "--json")
-    made = tccl("plan", "-o", tmp_path / "plan", *options)
+    made = tccl("plan", tmp_path / "plan", *options)
     assert made.exit_code == 0, made.stderr
     assert json.loads(made.stdout)["settings"]["buffsize"] == 262144
     assert Verification.load(tmp_path / "plan").accepted
@@ -229,11 +229,11 @@ def test_plan_tunes_when_asked_to(tmp_path, jobs, monkeypatch):
 def test_plan_refuses_to_tune_where_nothing_can_run(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "measured_machine", lambda: None)
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda _: None)
-    made = tccl("plan", "-o", tmp_path / "plan", "--simulate", NAME, "--tune")
+    made = tccl("plan", tmp_path / "plan", "--simulate", NAME, "--tune")
     assert made.exit_code == 2
     assert "torch: is not installed" in made.stderr
     assert not (tmp_path / "plan").exists()
-    made = tccl("plan", "-o", tmp_path / "plan", "--simulate", NAME, "--tune", "--nodes", "2")
+    made = tccl("plan", tmp_path / "plan", "--simulate", NAME, "--tune", "--nodes", "2")
     assert made.exit_code == 2
     assert "runs collectives on the hosts" in made.stderr
 

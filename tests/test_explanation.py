@@ -13,7 +13,7 @@ from tccl_py.cli.main import app
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.explanation.causes import NEAR, Prober, SymmetryKeys, find_causes, is_hurt
 from tccl_py.explanation.explain import explain
-from tccl_py.explanation.findings import Explanation, kind_of, short
+from tccl_py.explanation.findings import Explanation, kind_of
 from tccl_py.explanation.paths import Paths
 from tccl_py.model.machine import Knowledge
 from tccl_py.model.rings import direct_write
@@ -193,7 +193,7 @@ def test_the_collapse_of_posted_writes_is_named_although_the_plan_avoids_it():
     stock = found.rings[1]
     assert stock.findings == ()
     # Default NCCL has two channels here, and a block of each moves a hop's data.
-    assert short(stock.slowest.flows[0]) == "G0->G0->G1"
+    assert stock.slowest.flows[0].words == "G0 -> G1 by P2P"
     assert stock.slowest.gbps == pytest.approx(22.52, abs=0.01)
     assert "Nothing hurts" in stock.sentence
 
@@ -311,7 +311,7 @@ def test_an_explanation_of_another_version_is_refused(tmp_path):
 def test_the_chains_of_a_cluster_are_explained_on_a_host_of_each_class(tmp_path):
     directory = tmp_path / "plan"
     options = ("--simulate", "nvswitch-8gpu-8nic", "--nodes", "2", "--rings", "1")
-    made = CliRunner().invoke(app, ["plan", "-o", str(directory), *options, "--max-sets", "20"])
+    made = CliRunner().invoke(app, ["plan", str(directory), *options, "--max-sets", "20"])
     assert made.exit_code == 0, made.output
     result = CliRunner().invoke(app, ["show", "--why", str(directory), "--json"])
     assert result.exit_code == 0, result.output

@@ -43,7 +43,7 @@ def hosts(tmp_path):
 @pytest.fixture
 def two(tmp_path, hosts):
     """A plan of two equal hosts."""
-    done("plan", "-o", tmp_path / "p", "--simulate", "amd-v100", "--hosts", hosts("a1", "a2"), *FEW)
+    done("plan", tmp_path / "p", "--simulate", "amd-v100", "--hosts", hosts("a1", "a2"), *FEW)
     return tmp_path / "p"
 
 
@@ -64,7 +64,7 @@ def test_equal_hosts_are_added_without_measuring_their_class_again(two, hosts):
     before = load_plan(two)
     journal = (two / "measurements.jsonl").read_bytes()
     words = ("--simulate", "amd-v100", "--hosts", hosts("a1", "a2", "a3", "a4"), *FEW)
-    done("plan", "-o", two, *words)
+    done("plan", two, *words)
     plan = load_plan(two)
     check_files(two)
     assert plan.cluster.names == ("a1", "a2", "a3", "a4")
@@ -77,7 +77,7 @@ def test_equal_hosts_are_added_without_measuring_their_class_again(two, hosts):
 def test_hosts_of_another_machine_are_measured_and_merged_as_in_a_fresh_plan(two, hosts, tmp_path):
     kept = {path.name: path.read_bytes() for path in (two / "tables").iterdir()}
     more = ("--simulate", "intel-v100", "--hosts", hosts("a1", "a2", "b1", "b2"))
-    done("plan", "-o", two, *more, *FEW)
+    done("plan", two, *more, *FEW)
     plan = load_plan(two)
     assert [one.name for one in plan.cluster.classes] == ["amd-v100", "intel-v100"]
     models = [load_machine("amd-v100"), load_machine("intel-v100")]
@@ -91,7 +91,7 @@ def test_hosts_of_another_machine_are_measured_and_merged_as_in_a_fresh_plan(two
 def test_new_hosts_have_as_many_ranks_as_those_of_their_class(hosts, tmp_path):
     place, listed = tmp_path / "half", tmp_path / "listed"
     listed.write_text("a1 slots=2\na2 slots=2\n")
-    done("plan", "-o", place, "--simulate", "amd-v100", "--hosts", listed, *FEW)
+    done("plan", place, "--simulate", "amd-v100", "--hosts", listed, *FEW)
     done("plan", place, "--simulate", "amd-v100", "--hosts", "a[1-3]", *FEW)
     done("plan", place, "--hosts", "a[1-4]")
     plan = load_plan(place)
@@ -102,12 +102,12 @@ def test_new_hosts_have_as_many_ranks_as_those_of_their_class(hosts, tmp_path):
 def test_a_number_of_nodes_counts_those_that_a_plan_has(tmp_path):
     place = tmp_path / "plan"
     for nodes in ("9", "10"):
-        done("plan", "-o", place, "--simulate", "amd-v100", "--nodes", nodes, *FEW)
+        done("plan", place, "--simulate", "amd-v100", "--nodes", nodes, *FEW)
     assert load_plan(place).cluster.names == tuple(f"node{number}" for number in range(1, 11))
 
 
 def test_named_hosts_are_added_unsampled_and_the_plan_says_so(two):
-    done("plan", "-o", two, "--hosts", "a2,a7")
+    done("plan", two, "--hosts", "a2,a7")
     plan = load_plan(two)
     # The list names the whole set.
     assert plan.cluster.names == ("a2", "a7")
@@ -123,7 +123,7 @@ def test_a_host_with_other_rates_is_named_and_gets_a_class_of_its_own(two, hosts
     (tmp_path / "slow.json").write_text(json.dumps(model))
     before = load_plan(two).rate_gbps
     words = ("--simulate", tmp_path / "slow.json", "--hosts", "a[1-3]", *FEW)
-    result = done("plan", "-o", two, *words)
+    result = done("plan", two, *words)
     plan = load_plan(two)
     assert plan.cluster.host_classes == {"a1": 0, "a2": 0, "a3": 1}
     assert any("slower than its class" in notice for notice in plan.notices), result.stdout
@@ -135,7 +135,7 @@ def test_a_host_with_other_rates_is_named_and_gets_a_class_of_its_own(two, hosts
 def test_tables_for_more_gpus_are_added_and_the_others_are_kept(two, hosts):
     kept = {path.name: path.read_bytes() for path in (two / "tables").iterdir()}
     more = ("--hosts", hosts("a1", "a2"), "--gpus-per-job", "3,1-2", *FEW)
-    done("plan", "-o", two, "--simulate", "amd-v100", *more)
+    done("plan", two, "--simulate", "amd-v100", *more)
     plan = load_plan(two)
     assert plan.cluster.names == ("a1", "a2")
     tables = {one.gpus for one in read_tables(two, plan.cluster.classes)}
@@ -161,7 +161,7 @@ def test_hosts_that_cannot_be_added_leave_the_plan(words, said, two, hosts, tmp_
     ranks.write_text("a1\na2\nn1 slots=2\nn2 slots=2\n")
     before = (two / "plan.json").read_bytes()
     given = [word.format(new=hosts("n1", "n2"), ranks=ranks) for word in words]
-    result = tccl("plan", "-o", two, *given)
+    result = tccl("plan", two, *given)
     assert (result.exit_code, result.stdout) == (2, ""), result.stderr
     assert said in result.stderr
     assert (two / "plan.json").read_bytes() == before
@@ -173,17 +173,17 @@ def test_simulated_hosts_do_not_join_measured_ones(two, hosts, tmp_path):
     measured = replace_plan(plan, simulated=False, default=stock)
     write_plan(measured, two, tables=kept_files(two))
     words = ("--simulate", "amd-v100", "--hosts", "a[1-3]")
-    result = tccl("plan", "-o", two, *words)
+    result = tccl("plan", two, *words)
     assert result.exit_code == 2
     assert "measured rates" in result.stderr
 
 
 def test_only_a_plan_of_hosts_can_grow(tmp_path, hosts):
-    missing = tccl("plan", "-o", tmp_path / "none", "--hosts", hosts("a", "b"))
+    missing = tccl("plan", tmp_path / "none", "--hosts", hosts("a", "b"))
     assert missing.exit_code == 2
     assert not (tmp_path / "none").exists()
-    done("plan", "-o", tmp_path / "one", "--simulate", "amd-v100", "--max-sets", "20")
-    alone = tccl("plan", "-o", tmp_path / "one", "--simulate", "amd-v100", "--nodes", "2")
+    done("plan", tmp_path / "one", "--simulate", "amd-v100", "--max-sets", "20")
+    alone = tccl("plan", tmp_path / "one", "--simulate", "amd-v100", "--nodes", "2")
     assert "already holds a plan" in alone.stderr
 
 
@@ -206,11 +206,11 @@ def test_new_hosts_need_a_switch_where_the_plan_has_switches(tmp_path, hosts):
     few, more = tmp_path / "few.yaml", tmp_path / "more.yaml"
     few.write_text(tree.format("a1, a2"))
     more.write_text(tree.format("a1, a2, a3").replace("    uplink_gbps: 5\n", ""))
-    words = ("-o", tmp_path / "p", "--simulate", "amd-v100", *FEW)
+    words = (tmp_path / "p", "--simulate", "amd-v100", *FEW)
     done("plan", *words, "--hosts", hosts("a1", "a2"), "--switches", few)
     new = ("--hosts", "a[1-3]")
-    assert "--switches" in tccl("plan", "-o", tmp_path / "p", *new).stderr
-    done("plan", "-o", tmp_path / "p", *new, "--switches", more)
+    assert "--switches" in tccl("plan", tmp_path / "p", *new).stderr
+    done("plan", tmp_path / "p", *new, "--switches", more)
     tree = load_plan(tmp_path / "p").cluster.switches
     assert [one.uplink_gbps for one in tree.all_switches if one.name == "s1"] == [5]
 
@@ -305,7 +305,7 @@ def test_a_journal_of_more_hosts_holds_for_fewer_and_no_others():
 
 
 def test_a_class_is_found_in_the_journal_whatever_hosts_it_was_measured_on(two, hosts, tmp_path):
-    done("plan", "-o", two, "--hosts", "a[1-3]")
+    done("plan", two, "--hosts", "a[1-3]")
     plan = load_plan(two)
     (path, *_) = plan.paths
     wanted = transfer_set(hop.flow for chain in path.chains for hop in chain.hops)

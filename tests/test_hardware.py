@@ -141,7 +141,7 @@ def test_advice_plan_show_and_report_begin_with_it(slow_slot):
     assert json.loads(tccl("advise", slow_slot, "--json"))["limits"][0].startswith(sentence)
     plan = slow_slot.parent / "plan"
     few = ("--simulate", slow_slot, "--max-sets", "5")
-    assert tccl("plan", plan, *few).startswith(f"First: {sentence}")
+    assert f"Limit      {sentence}" in tccl("plan", plan, *few)
     assert tccl("show", plan).startswith(f"First: {sentence}")
     assert json.loads(tccl("show", plan, "--json"))["limits"][0].startswith(sentence)
     tccl("report", plan)

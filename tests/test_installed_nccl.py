@@ -150,7 +150,7 @@ def test_a_plan_of_hosts_is_for_what_they_told(told, version, said):
 
 def test_a_simulated_plan_is_for_the_newest_whatever_is_installed(monkeypatch, tmp_path):
     found_here(monkeypatch, InstalledNccl(version="2.18.3", source="x"))
-    words = ["plan", "-o", str(tmp_path / "p"), "--simulate", "h200x4-vm", "--max-sets", "5"]
+    words = ["plan", str(tmp_path / "p"), "--simulate", "h200x4-vm", "--max-sets", "5"]
     result = CliRunner().invoke(app, [*words, "--gpus", "0,1"])
     assert result.exit_code == 0, result.output
     assert "NCCL            2.30" in result.stdout

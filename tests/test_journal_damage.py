@@ -245,7 +245,7 @@ def test_a_file_without_a_newline_that_begins_no_header_is_left_alone(text, path
 def test_a_pipe_is_no_journal(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     os.mkfifo(tmp_path / "measurements.jsonl")
-    plan = ("plan", "--simulate", "h200x4-vm", "--force", "-o", str(tmp_path))
+    plan = ("plan", "--simulate", "h200x4-vm", "--force", str(tmp_path))
     for arguments, name in (
         ((*COMMAND, str(tmp_path / "pipe")), "pipe"),
         (plan, "measurements.jsonl"),

@@ -381,7 +381,6 @@ def directory(tmp_path_factory):
         patch.setenv("NCCL_P2P_DISABLE", "1")
         result = tccl(
             "plan",
-            "-o",
             place,
             "--simulate",
             SMALL,
@@ -403,7 +402,6 @@ def test_the_command_keeps_the_variable_and_show_says_so(directory):
     (line,) = [line for line in shown.stdout.splitlines() if line.startswith("pinned")]
     assert LINE in line
     assert json.loads(tccl("show", directory, "--json").stdout)["kept"] == OFF
-    assert "kept" not in tccl("plan", "-o", directory.parent / "b", "--simulate", SMALL).stdout
 
 
 def test_jobs_and_reports_are_told(directory):
@@ -428,7 +426,7 @@ def test_what_cannot_be_kept_is_refused_and_nothing_is_written(
         monkeypatch.delenv(name, raising=False)
     else:
         monkeypatch.setenv(name, value)
-    result = tccl("plan", "-o", tmp_path / "plan", "--simulate", SMALL, "--pin-env", name)
+    result = tccl("plan", tmp_path / "plan", "--simulate", SMALL, "--pin-env", name)
     assert result.exit_code == 2
     assert f"tccl: --pin-env {what}" in " ".join(result.stderr.split())
     assert not (tmp_path / "plan").exists()
@@ -436,14 +434,14 @@ def test_what_cannot_be_kept_is_refused_and_nothing_is_written(
 
 def test_a_variable_that_is_not_named_is_not_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
-    assert tccl("plan", "-o", tmp_path / "plan", "--simulate", PCIE).exit_code == 0
+    assert tccl("plan", tmp_path / "plan", "--simulate", PCIE).exit_code == 0
     assert load_plan(tmp_path / "plan").pinned_env == {}
 
 
 def test_a_simulated_cluster_is_planned_with_it_too(tmp_path, monkeypatch):
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     options = ("--simulate", "amd-v100", "--nodes", "2", "--max-sets", "40")
-    result = tccl("plan", "-o", tmp_path / "plan", *options, "--pin-env", "NCCL_P2P_DISABLE")
+    result = tccl("plan", tmp_path / "plan", *options, "--pin-env", "NCCL_P2P_DISABLE")
     assert result.exit_code == 0, result.output
     plan = load_plan(tmp_path / "plan")
     assert (plan.pinned_env, plan.settings.p2p_level) == (OFF, "LOC")
@@ -452,9 +450,7 @@ def test_a_simulated_cluster_is_planned_with_it_too(tmp_path, monkeypatch):
 
 def test_a_plan_for_jobs_that_have_sys_is_compared_with_stock_that_has_it(tmp_path, monkeypatch):
     monkeypatch.setenv("NCCL_P2P_LEVEL", "SYS")
-    result = tccl(
-        "plan", "-o", tmp_path / "plan", "--simulate", SMALL, "--pin-env", "NCCL_P2P_LEVEL"
-    )
+    result = tccl("plan", tmp_path / "plan", "--simulate", SMALL, "--pin-env", "NCCL_P2P_LEVEL")
     assert result.exit_code == 0
     assert "for jobs with NCCL_P2P_LEVEL=SYS" in result.stdout
     assert "export NCCL_P2P_LEVEL=SYS" in (tmp_path / "plan" / "nccl" / "env.sh").read_text()

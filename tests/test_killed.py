@@ -163,7 +163,7 @@ def test_putting_back_an_old_plan_may_be_killed_as_well(tmp_path):
 
 def test_the_command_goes_on_after_it_was_killed(tmp_path):
     place = tmp_path / "plan"
-    command = ["plan", "-o", str(place), "--simulate", SMALL, "--max-sets", "5", "--rings", "1"]
+    command = ["plan", str(place), "--simulate", SMALL, "--max-sets", "5", "--rings", "1"]
 
     def run(*more):
         return CliRunner().invoke(app, [*command, *more], catch_exceptions=False)

@@ -98,12 +98,12 @@ def test_a_manifest_that_names_other_places_is_refused(place):
 def test_a_directory_without_a_manifest_says_how_to_get_one(tmp_path):
     place = tmp_path / "plan"
     quick = ("--simulate", SMALL, "--max-sets", "5", "--rings", "1")
-    assert tccl("plan", "-o", place, *quick).exit_code == 0
+    assert tccl("plan", place, *quick).exit_code == 0
     (place / MANIFEST_FILE).unlink()
     assert "plan again by `tccl plan DIR --force`" in tccl("env", place).stderr
     for words in (("show",), ("report",), ("show", "--why")):
         assert tccl(*words, place).exit_code == 0, words
-    assert tccl("plan", "-o", place, *quick, "--force").exit_code == 0
+    assert tccl("plan", place, *quick, "--force").exit_code == 0
     assert load_plan(place).sets_measured == 0
     assert tccl("env", place).exit_code == 0
 
@@ -156,7 +156,7 @@ def test_files_and_folders_get_what_the_umask_leaves_and_only_the_owner_writes_a
     try:
         place = tmp_path / "plan"
         quick = ("--simulate", SMALL, "--max-sets", "5", "--rings", "1")
-        assert tccl("plan", "-o", place, *quick).exit_code == 0
+        assert tccl("plan", place, *quick).exit_code == 0
         assert tccl("report", place).exit_code == 0
         assert tccl("export", place, "-o", tmp_path / "out").exit_code == 0
     finally:

@@ -34,7 +34,7 @@ def tccl(*arguments):
 
 
 def planned_to(place, machine=SMALL, *more):
-    return tccl("plan", "-o", place, "--simulate", machine, *QUICK, *more)
+    return tccl("plan", place, "--simulate", machine, *QUICK, *more)
 
 
 def held(place):

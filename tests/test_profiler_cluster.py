@@ -84,8 +84,8 @@ def test_launchers_are_known_by_what_they_set(environment, answer):
     ("arguments", "environment", "answer"),
     [
         (["measure", "SET"], {"PMI_SIZE": "2", "PMI_RANK": "1"}, True),
-        (["plan", "-o", "DIR"], {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, True),
-        (["plan", "-o", "DIR"], {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, False),
+        (["plan", "DIR"], {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, True),
+        (["plan", "DIR"], {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, False),
         (["measure", "SET"], {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}, True),
         (["measure", "SET"], {"SLURM_NTASKS": "2", "SLURM_PROCID": "1"}, False),
         (["measure", "SET"], {}, False),

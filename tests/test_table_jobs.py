@@ -178,7 +178,7 @@ def test_jobs_over_random_tables_equal_brute_force_unlike_gpus_included(case, da
 def four(tmp_path_factory):
     """A plan of four hosts, and its directory."""
     place = tmp_path_factory.mktemp("plans") / "four"
-    done("plan", "-o", place, "--simulate", "amd-v100", "--nodes", "4", *FEW)
+    done("plan", place, "--simulate", "amd-v100", "--nodes", "4", *FEW)
     return place
 
 
@@ -199,7 +199,7 @@ def test_a_job_gets_what_a_fresh_plan_of_its_hosts_has_and_nothing_is_measured(
     hosts = tmp_path / "hosts.txt"
     slots = 4 if gpus is None else len(listed(gpus))
     hosts.write_text(f"node2 slots={slots}\nnode4 slots={slots}\n")
-    fresh_at = ("-o", tmp_path / "fresh", "--hosts", hosts)
+    fresh_at = (tmp_path / "fresh", "--hosts", hosts)
     done("plan", *fresh_at, "--simulate", "amd-v100", "--gpus-per-job", "1", *FEW)
     fresh = load_plan(tmp_path / "fresh")
     assert job.rate_gbps == pytest.approx(fresh.rate_gbps, rel=0.01)
@@ -369,7 +369,7 @@ def test_a_pair_gets_exactly_what_its_fresh_plan_has_where_searches_end_by_thems
 
 def test_a_job_needs_a_place_and_a_plan_of_a_cluster(four, tmp_path):
     assert "add -o DIR" in tccl("export", four, "--hosts", "node[1-2]").stderr
-    done("plan", "-o", tmp_path / "one", "--simulate", "amd-v100", "--max-sets", "20")
+    done("plan", tmp_path / "one", "--simulate", "amd-v100", "--max-sets", "20")
     alone = tccl("export", tmp_path / "one", "--hosts", "a,b", "-o", tmp_path / "job")
     assert "is not in the plan" in alone.stderr
 

@@ -524,7 +524,7 @@ def workers():
 
 def test_a_measured_plan_is_tuned_after_its_workers_have_ended(tmp_path, monkeypatch):
     place = tmp_path / "plan"
-    words = ["plan", "-o", str(place), "--backend", "host", "--devices", "1", "--tune"]
+    words = ["plan", str(place), "--backend", "host", "--devices", "1", "--tune"]
     seen = []
 
     def tuned(directory, job, backend):
@@ -555,7 +555,7 @@ def test_a_host_without_torch_is_named_before_anything_is_planned(tmp_path, monk
 
     monkeypatch.setattr("tccl_py.cli.plan.in_job", lambda: True)
     monkeypatch.setattr("tccl_profiler.cluster.agents.RankJobs", Without)
-    words = ["plan", "-o", str(tmp_path / "plan"), "--backend", "host", "--devices", "1"]
+    words = ["plan", str(tmp_path / "plan"), "--backend", "host", "--devices", "1"]
     with agents_in_processes(("h0", "h1")) as job:
         monkeypatch.setattr(
             "tccl_py.cli.measure.controlled_job", lambda: contextlib.nullcontext(job)

@@ -233,8 +233,8 @@ def _rows(drift: Drift) -> Iterator[Sequence[str]]:
 
 def _concurrent(row: Comparison) -> list[str]:
     """Return the further flows of a set, equal ones counted; the first few of many."""
-    counted = Counter(map(str, row.transfers.flows))
-    counted[str(row.flow)] -= 1
+    counted = Counter(flow.words for flow in row.transfers.flows)
+    counted[row.flow.words] -= 1
     lines = [f"{times} x {flow}" if times > 1 else flow for flow, times in (+counted).items()]
     hidden = len(lines) - _SHOWN_FLOWS
     return [*lines[:_SHOWN_FLOWS], *([f"and {hidden} other flows"] if hidden > 0 else [])]

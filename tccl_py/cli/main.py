@@ -58,6 +58,8 @@ _PANELS = {"advise": "Start here", "doctor": "Look", "env": "Use"}
 
 _PLACES = frozenset(("DIR", "FILE", "GRAPH.xml", "OTHER", "PATH"))
 """What values are called that name files or folders."""
+_ADVANCED = "Advanced"
+"""The panel of options that `--help-all` shows alone."""
 _FRAMED = 60
 """Columns from which on help has frames."""
 # The class of every usage error; typer has it from click or from its own copy of click.
@@ -99,6 +101,13 @@ class _Commands(_HelpOption, TyperGroup):
             panel = _PANELS.get(name, panel)
             self.commands[name] = TyperCommand(name, help=line, rich_help_panel=panel)
 
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help, the commands to start with first; the epilogue has the options."""
+        params: list[Any] = [*self.params, self.get_help_option(ctx)]
+        for param in params:
+            param.hidden = True
+        super().format_help(ctx, formatter)
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return name, command and the other arguments of a command line."""
         name, stand_in, arguments = super().resolve_command(ctx, args)
@@ -139,6 +148,14 @@ class _Commands(_HelpOption, TyperGroup):
 
 class _Command(_HelpOption, TyperCommand):
     """One command, with -q and -v; it adds to what typer checks of a command line."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help, with the options that few users need after --help-all."""
+        params: list[Any] = self.params
+        for param in params:
+            of_all = getattr(param, "rich_help_panel", None) == _ADVANCED
+            param.hidden = param.hidden or (of_all and not ctx.meta.get(_ADVANCED))
+        super().format_help(ctx, formatter)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse `args`; refuse the empty name, which Path takes for the current directory."""
@@ -209,9 +226,24 @@ def _verbosity_flag(how: Verbosity, text: str) -> Any:
 
 def _common(
     quiet: bool = _verbosity_flag(Verbosity.QUIET, "Print results and errors alone."),
-    verbose: bool = _verbosity_flag(Verbosity.VERBOSE, "Print progress and traces."),
+    verbose: bool = _verbosity_flag(Verbosity.VERBOSE, "Print progress and traces, and all notes."),
 ) -> None:
     """Hold the options of all commands."""
+
+
+def _show_all(ctx: typer.Context, asked: bool) -> None:
+    if asked:
+        ctx.meta[_ADVANCED] = True
+        typer.echo(ctx.get_help())
+        raise typer.Exit
+
+
+def _of_commands(
+    help_all: bool = flag(
+        "--help-all", "Show all options.", callback=_show_all, is_eager=True, expose_value=False
+    ),
+) -> None:
+    """Hold the options of each command alone."""
 
 
 def load_command(name: str) -> Any:
@@ -220,12 +252,19 @@ def load_command(name: str) -> Any:
     callback = getattr(import_module(f"tccl_py.cli.{module}"), function)
     info = CommandInfo(name=name, cls=_Command, callback=callback, context_settings=_SETTINGS)
     command = get_command_from_info(info, **_MADE)
-    command.params += _common_options()
+    common = _common_options()
+    for param in common:
+        param.rich_help_panel = _ADVANCED
+    command.params += [*common, *_options_of(_of_commands)]
     return command
 
 
 def _common_options() -> list[Any]:
-    return get_command_from_info(CommandInfo(callback=_common), **_MADE).params
+    return _options_of(_common)
+
+
+def _options_of(holder: Any) -> list[Any]:
+    return get_command_from_info(CommandInfo(callback=holder), **_MADE).params
 
 
 def _sentence(error: Exception) -> str:
@@ -258,7 +297,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     context_settings=_SETTINGS,
-    epilog="On a machine: `tccl advise`, `tccl plan DIR`, `tccl verify DIR`, `tccl install DIR`.",
+    epilog="Options: --version; --quiet, -q: results and errors alone; --verbose, -v: progress, "
+    "traces and all notes; --install-completion, --show-completion: for your shell; --help, -h.",
 )
 
 

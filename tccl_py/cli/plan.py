@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from math import nan
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,9 +23,9 @@ from tccl_py.cli.options import (
     p2p_argument,
     refuse,
 )
-from tccl_py.cli.output import ProgressLine, results
+from tccl_py.cli.output import GOOD, ProgressLine, grid, results
 from tccl_py.cli.process import notice, notice_each
-from tccl_py.cli.show import print_plan, print_plan_json
+from tccl_py.cli.show import print_plan_json
 from tccl_py.errors import (
     CTRL_C_AND_SIGTERM,
     InputError,
@@ -34,12 +35,14 @@ from tccl_py.errors import (
 )
 from tccl_py.interrupts import INTERRUPTED
 from tccl_py.launchers import in_job
-from tccl_py.nccl.settings import MAX_GID_INDEX
+from tccl_py.model.measurement import mark
+from tccl_py.nccl.settings import MAX_GID_INDEX, pinned_env_text
 from tccl_py.nccl.versions import asked_version, known_versions
 from tccl_py.plan.directory import files_of, write_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import ProvenLinks
-from tccl_py.plan.text import choice_words
+from tccl_py.plan.text import CHOICE_WORDS, advice, choice_words, doctor_first, planned_gpus
+from tccl_py.planning.hardware import limit_sentences
 from tccl_py.planning.opening import ring_counts_of, subject_of
 from tccl_py.planning.output import holds_measurements, holds_whole_plan, output_directory
 from tccl_py.planning.request import DEFAULT_BUDGET, EVERY_SET, PlanRequest, pinned_here
@@ -67,25 +70,24 @@ _FOR_ONE = ("", "is about several nodes", f"add --simulate MACHINE --nodes N, or
 
 
 def plan(
-    directory: Path | None = arg("DIR", "Where the plan's files go; a new one, or resumed.", None),
+    output: Path = arg("DIR", "Where the plan's files go; a new one, or resumed."),
     *,
     simulate: str | None = options.SIMULATE,
     gpus: str | None = options.GPUS,
     nccl: str | None = opt("VERSION", f"The jobs'; {', '.join(known_versions())} were checked."),
-    pin_env: list[str] | None = opt("NCCL_NAME", "A variable of all jobs."),
+    workload: str | None = opt("FILE|NAME", "Recommend what is best for this job."),
     nodes: int | None = opt("N", "How many equal nodes to simulate."),
     hosts: str | None = opt("LIST", "All hosts of the plan: a list, or a hostfile."),
-    tune: bool | None = flag(
+    force: bool = flag("--force", "Plan anew, and replace the plan in DIR."),
+    json: bool = options.JSON,
+    pin_env: list[str] | None = advanced("NCCL_NAME", "A variable of all jobs."),
+    tune: bool | None = advanced_flag(
         "--tune/--no-tune",
         "Then verify the plan by NCCL's collectives and try other settings: 10 minutes or "
         "more. The default only of hosts that talk over sockets.",
         default=None,
     ),
-    workload: str | None = advanced("FILE|NAME", "Recommend what is best for this job."),
-    force: bool = flag("--force", "Plan anew, and replace the plan in DIR."),
-    json: bool = options.JSON,
     prove: bool = options.PROVE,
-    output: Path | None = advanced("DIR", "The same as DIR.", "-o", "--output"),
     backend: str | None = advanced("cuda|host", options.BACKEND_HELP),
     devices: int | None = options.DEVICES,
     target: float | None = options.TARGET,
@@ -125,11 +127,6 @@ def plan(
         mpirun -N 1 tccl plan gpu-cluster --switches topology.conf
         mpirun -N 1 --host new1,new2 tccl plan gpu-cluster
     """
-    directories = [path for path in (directory, output) if path is not None]
-    if len(directories) != 1:
-        what = "is given twice" if directories else "is missing"
-        raise InputError("DIR", what, "name one, as in `tccl plan my-plan`")
-    (output,) = directories
     if simulate is None and str(output) in bundled_names() and not output.exists():
         right = f"write --simulate {output}, and a DIR of another name"
         raise InputError(f"DIR {output}", "is a bundled machine", right)
@@ -194,14 +191,45 @@ def plan(
                 made = _tune(made, output, subject.source, job, tune)
     if json:
         print_plan_json(made, output, predicted)
+        notice(f"wrote {output}")
     else:
-        print_plan(made, results())
+        _print_end(made, output, subject.model)
     if made.cancelled:
         again = "the same command goes on from there"
         held = "the plan from before" if stays else "the best so far, a usable plan"
         notice(f"interrupted: {output} has {held}; {again}")
         raise typer.Exit(INTERRUPTED)
-    notice(f"wrote {output}")
+
+
+def _print_end(made: Plan, output: Path, model: MachineModel | None) -> None:
+    """Print what to know of a new plan in at most eight lines; `tccl show` has the rest."""
+    from tccl_py.health.advice import say_sure  # noqa: PLC0415 (slow)
+
+    console, name = results(), made.recommended
+    known = {CHOICE_WORDS[way]: made.choices[way].best_known_gbps for way in ("default", name)}
+    rates = (f"{rate or nan:.2f} GB/s by {way}" for way, rate in known.items())
+    _, slowest = made.bottleneck
+    shared = f"in each of {made.ring_count} rings" if made.ring_count > 1 else "in the ring"
+    limit = f"{slowest.flow.words}, {slowest.rate_gbps:.2f} GB/s {shared}"
+    limits = [text.partition(": ")[0] for text in limit_sentences(made)]
+    first = "`tccl doctor` on the machine, then " if doctor_first(made) else "on the machine: "
+    basis = mark(simulated=made.simulated, assumed=False, dry_run=made.dry_run)
+    if made.pinned_env:
+        basis += f", {pinned_env_text(made.pinned_env)}"
+    verified = made.winner is not None and made.jobs_ran
+    following = f"tccl install {output}" if verified else f"tccl verify {output}"
+    lines = (
+        ("Plan", f"{planned_gpus(made)}: {basis}"),
+        ("Verdict", advice(made)),
+        ("Rates", ", ".join(rates).replace("nan GB/s", "no rate")),
+        ("Limit", limits[0] if limits else limit),
+        ("How sure", say_sure(made, model)),
+        ("Files", f"in {output}; all of it: tccl show {output}"),
+        ("Next", f"{first * (made.simulated or made.dry_run)}{following}"),
+    )
+    for title, text in lines:
+        style = GOOD if title == "Verdict" and not made.dry_run else ""
+        console.print(grid([(title.ljust(9), text)]), style=style)
 
 
 def _write(made: Plan, output: Path, subject: Subject, links: Proof | None) -> None:

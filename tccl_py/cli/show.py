@@ -17,13 +17,22 @@ from rich.console import Console
 from tccl_py.cli import options
 from tccl_py.cli.options import advanced, arg, flag, in_range, refuse
 from tccl_py.cli.output import DOUBT, GOOD, grid, print_table, results
-from tccl_py.cli.process import ANSWER_IS_NO, check_result_file, notice, print_json, write_result
-from tccl_py.errors import InputError, TcclError
+from tccl_py.cli.process import (
+    ANSWER_IS_NO,
+    Speech,
+    Verbosity,
+    check_result_file,
+    notice,
+    print_json,
+    write_result,
+)
+from tccl_py.errors import InputError, TcclError, spell
 from tccl_py.files import says
 from tccl_py.plan.chains import WORLD, PlanChain
 from tccl_py.plan.load import is_directory, load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import ProvenLinks, plan_in
+from tccl_py.plan.size_choices import size_notes
 from tccl_py.plan.text import (
     advice,
     assumptions,
@@ -40,8 +49,8 @@ if TYPE_CHECKING:
 
 _EQUAL = 1e-3
 """Hops whose rates differ less are alike, relative."""
-_MOST_PATHS = 16
-"""Of a cluster whose hosts differ there can be hundreds."""
+_MOST_RINGS, _MOST_NOTES = 8, 3
+"""The rows of rings, and the notes, that the first screen has room for."""
 _Cells = tuple[str, ...]
 _WITHOUT_WHY = ("without --why", "is about causes of slow transfers", "add --why")
 _ALONE = ("", "is about one plan as it is", "leave out OTHER, or --why")
@@ -124,11 +133,10 @@ def _show_sizes(plan: Plan, directory: Path) -> None:
 
 def _show_plan(plan: Plan, directory: Path) -> None:
     from tccl_py.experiments.record import Verification  # noqa: PLC0415
-    from tccl_py.plan.size_choices import size_notes  # noqa: PLC0415 (not for a plan)
     from tccl_py.report.verification import trade_off_lines  # noqa: PLC0415
 
-    console = results()
-    print_plan(plan, console)
+    console, notes = results(), list[str]()
+    _print_plan(plan, console)
     if is_directory(directory) and (links := ProvenLinks.load(directory)) is not None:
         proof = links.proof
         console.print(f"links: {'; '.join(filter(None, (proof.verdict, proof.what)))}")
@@ -139,12 +147,9 @@ def _show_plan(plan: Plan, directory: Path) -> None:
     else:
         # A dry run says nothing about a plan for GPUs.
         if verified is not None and verified.dry_run <= plan.dry_run:
-            for text in verified.objections(verified.judged):
-                console.print(f"note: by jobs, {text}")
-            for text in trade_off_lines(verified):
-                console.print(f"note: {text}")
-    for text in size_notes(plan):
-        console.print(f"note: {text}")
+            notes += (f"by jobs, {text}" for text in verified.objections(verified.judged))
+            notes += trade_off_lines(verified)
+    _print_notes(plan, directory, notes, console)
 
 
 def print_plan_json(plan: Plan, directory: Path, workload: Communication | None = None) -> None:
@@ -157,7 +162,7 @@ def print_plan_json(plan: Plan, directory: Path, workload: Communication | None 
     print_json(report_plan(plan, directory, workload))
 
 
-def print_plan(plan: Plan, console: Console) -> None:
+def _print_plan(plan: Plan, console: Console) -> None:
     """Print rings, rates, bound, settings and the comparison with default NCCL."""
     for text in limit_sentences(plan):
         console.print(f"First: {text}", style=DOUBT)
@@ -166,18 +171,26 @@ def print_plan(plan: Plan, console: Console) -> None:
     if len(plan.cluster.classes) > 1:
         print_table(console, _class_table(plan))
     title = "" if plan.recommended == "graph" else "rings of the graph file"
-    print_table(console, _ring_table(plan), title=title)
-    hidden = len(_used_paths(plan)) - _MOST_PATHS
-    if hidden > 0:
-        console.print(f"and {hidden} more host paths; `tccl show --hops` lists all")
+    rings = [*_ring_table(plan)]
+    print_table(console, rings[: _MOST_RINGS + 1], title=title)
+    if hidden := len(rings[_MOST_RINGS + 1 :]):
+        console.print(f"and {spell(hidden, 'more row')} of rings; `tccl show --hops` lists all")
     console.print(grid(summary(plan)))
-    stopped = ("the search was interrupted: this is the best until then",) * plan.cancelled
     for text in assumptions(plan):
         console.print(f"assumed: {text}")
-    if plan.winner is None and plan.recommended != "default":
+    if plan.winner is None and plan.recommended != "default" and not plan.dry_run:
         console.print(f"unknown: {_UNKNOWN}")
-    for text in (*stopped, *notices(plan)):
+
+
+def _print_notes(plan: Plan, directory: Path, more: Iterable[str], console: Console) -> None:
+    """Print a plan's notes, the first few unless all are asked for."""
+    stopped = ("the search was interrupted: this is the best until then",) * plan.cancelled
+    notes = [*stopped, *more, *notices(plan), *size_notes(plan)]
+    shown = notes if Speech.verbosity is Verbosity.VERBOSE else notes[:_MOST_NOTES]
+    for text in shown:
         console.print(f"note: {text}")
+    if hidden := len(notes) - len(shown):
+        console.print(f"{spell(hidden, 'more note')}: tccl show {directory} -v")
 
 
 def _numbers(values: Iterable[int], separator: str = " ") -> str:
@@ -195,13 +208,13 @@ def _class_table(plan: Plan) -> Iterator[_Cells]:
 
 def _ring_table(plan: Plan) -> Iterator[_Cells]:
     """Return the headers and cells of a table of rings, on the first of different host paths."""
-    head = ("path of", "hosts", "ring", "in", "GPU order", "out", "GB/s", "slowest hop")
+    head = ("path", "hosts", "ring", "in", "GPU order", "out", "GB/s", "slowest hop")
     rows: list[_Cells] = [head]
-    for number, count in itertools.islice(_used_paths(plan).items(), _MOST_PATHS):
+    for number, count in _used_paths(plan).items():
         for ring, chain in enumerate(plan.paths[number].chains):
             name = _path_name(plan, number) if ring == 0 else ""
             hosts, (entry, exit_) = str(count) if name else "", _nic_names(chain)
-            gbps, slowest = f"{chain.rate_gbps:.2f}", str(chain.bottleneck.flow)
+            gbps, slowest = f"{chain.rate_gbps:.2f}", chain.bottleneck.flow.words
             order = _numbers(chain.gpus)
             rows.append((name, hosts, str(ring), entry, order, exit_, gbps, slowest))
     return _drop_empty(rows)
@@ -209,7 +222,7 @@ def _ring_table(plan: Plan) -> Iterator[_Cells]:
 
 def _hop_table(plan: Plan) -> Iterator[_Cells]:
     """Return the headers and cells of a table of every hop, with its rate beside all others."""
-    rows: list[_Cells] = [("path of", "ring", "from", "to", "GB/s", "flow")]
+    rows: list[_Cells] = [("path", "ring", "from", "to", "GB/s", "flow")]
     for number in _used_paths(plan):
         for ring, chain in enumerate(plan.paths[number].chains):
             slow = [
@@ -253,10 +266,12 @@ def _used_paths(plan: Plan) -> Counter[int]:
 
 
 def _path_name(plan: Plan, path: int) -> str:
-    """Return the class of a host path, and its number, where there are several."""
+    """Return the class of a host path, if classes differ, and its number; "" for a single one."""
     if len(plan.paths) == 1:
         return ""
-    return f"{plan.cluster.classes[plan.paths[path].node_class].name} ({path})"
+    classes = plan.cluster.classes
+    name = classes[plan.paths[path].node_class].name
+    return f"{name} ({path})" if len(classes) > 1 else str(path)
 
 
 def _show_causes(

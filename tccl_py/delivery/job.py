@@ -321,7 +321,7 @@ def _numa_id(plan: Plan, request: JobRequest, launch: Launched) -> int | None:
 def _without_file(gpus: Iterable[int]) -> str:
     """Return a notice on GPUs without a graph file in the plan."""
     text = ",".join(map(str, sorted(gpus)))
-    again = f"; to plan rings for them: `tccl plan -o DIR --gpus {text}`"
+    again = f"; to plan rings for them: `tccl plan DIR --gpus {text}`"
     return f"no graph file for GPUs {text}: variables alone{again if ',' in text else ''}"
 
 

@@ -40,13 +40,12 @@ from tccl_py.explanation.findings import (
     finding_sentence,
     instead_text,
     kind_of,
-    short,
 )
 from tccl_py.explanation.paths import Paths, Shared, collapse_patterns
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.rings import bounce, direct_read, direct_write, ring_like, ring_set
 from tccl_py.model.symmetry import automorphisms
-from tccl_py.model.transfer import Fifo, Flow, TransferSet, transfer_set
+from tccl_py.model.transfer import Fifo, Flow, Transfer, TransferSet, transfer_set
 from tccl_py.nccl.settings import pinned_level
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.view import direct_pairs, view
@@ -166,7 +165,7 @@ def explain(
 
 def _other_channels(planned: RingFlows, default: RingFlows) -> Iterator[str]:
     """Yield what a plan changes where its rings are default NCCL's: channels and buffers."""
-    if sorted(map(short, planned.flows)) == sorted(map(short, default.flows)):
+    if _transfers(planned) == _transfers(default):
         ours, usual = planned.flows[0], default.flows[0]
         yield (
             f"the plan's rings are default NCCL's, with {ours.blocks} channels of {_buffer(ours)} "
@@ -347,10 +346,14 @@ class _ClassExplainer:
         doubt = ", as far as such varying rates tell" if slowest.slowdown > 1 / HURT else ""
         return (
             f"Nothing hurts: the slowest hop is as fast as it is alone{doubt}. It is "
-            f"{short(slowest.flows[0])} ({describe_flows(self._machine, slowest.flows)}), "
+            f"{slowest.flows[0].words} ({describe_flows(self._machine, slowest.flows)}), "
             f"{slowest.gbps:.2f} GB/s ({self._mark})."
             f"{instead_text(slowest.gbps, slowest.instead, alone=True)}"
         )
+
+
+def _transfers(rings: RingFlows) -> list[tuple[Transfer, ...]]:
+    return sorted(flow.transfers for flow in rings.flows)
 
 
 def _kinds(flows: Flows) -> tuple[str, ...]:

@@ -170,11 +170,6 @@ def kind_of(flow: Flow) -> str:
     return f"{'direct' if direct else 'host'} {part.operation}{engine}"
 
 
-def short(flow: Flow) -> str:
-    """Return a flow's text without options, which are equal in a ring set: G0->G0->G4."""
-    return str(flow).partition("{")[0]
-
-
 def finding_sentence(machine: Machine, finding: Finding, *, mark: str) -> str:
     """Return a finding as text; `mark` is `simulated` or `measured`."""
     alone, flows = finding.each_alone_gbps, finding.flows
@@ -221,7 +216,7 @@ def _crossing(machine: Machine, flow: Flow) -> str:
 
 def _names(flows: Sequence[Flow]) -> str:
     counts = Counter(flows)
-    texts = [short(flow) + (f" (x{count})" if count > 1 else "") for flow, count in counts.items()]
+    texts = [flow.words + (f" (x{count})" if count > 1 else "") for flow, count in counts.items()]
     if len(texts) > _SHOWN:
         texts = [*texts[: _SHOWN - 1], f"{len(texts) - _SHOWN + 1} others"]
     return ", ".join(texts)

@@ -98,21 +98,20 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
             yield "NCCL now", self.default
         for vendor, answer in (self.by_cpu or {}).items():
             yield f"On {vendor}", f"{answer.default}. {answer.advice}"
-        for text in self.poor:
-            yield "Note", text
         if not self.by_cpu:
             yield "Then try" if hangs or self.limits else "Try first", self.advice
         else:
             yield "Try first", "say which CPU it has: --cpu amd or --cpu intel (`lscpu` tells)"
         known = not self.by_cpu
         if known and self.gain is not None and self.rate_gbps is not None and self.gain != 1:
-            rates = f"{self.rate_gbps:.1f} in place of {self.default_gbps or 0:.1f} GB/s"
-            yield "Gain", f"{self.gain:.2f}x: {rates}"
-        if self.bound_gbps is not None:
-            yield "At best", f"{self.bound_gbps:.1f} GB/s by any rings under these settings"
+            best = (
+                "" if self.bound_gbps is None else f"; at best {self.bound_gbps:.1f} by any rings"
+            )
+            yield "Gain", f"{self.default_gbps or 0:.1f} -> {self.rate_gbps:.1f} GB/s{best}"
         yield "How sure", self.sure
-        for text in self.assumptions:
-            yield "Assumed", text
+        more = f"; and {len(self.assumptions) - 1} more (--json)" * (len(self.assumptions) > 1)
+        for text in self.assumptions[:1]:
+            yield "Assumed", text + more
         for text in self.problems[len(hangs) : _PROBLEMS]:
             yield "Fix first", text
         yield "Next", self.following
@@ -176,7 +175,7 @@ def advice_by(plan: Plan, subject: Subject, diagnosis: Diagnosis | None = None) 
         # A bound on links that nobody told would not be one.
         bound_gbps=None if assumed_links(plan) else plan.bound_gbps,
         simulated=plan.simulated,
-        sure=_sure(plan, subject),
+        sure=say_sure(plan, subject.model),
         by_size=list_by_size(plan),
         poor=(*size_notes(plan), *filter(None, [p2p_note(plan)])),
         assumptions=(*assumptions(plan), *filter(None, [say_unchecked(plan.settings.version)])),
@@ -245,13 +244,18 @@ def _default_words(plan: Plan) -> str:
     return f"{rate} ({basis}): ring {order}{more}, hops {ways}"
 
 
-def _sure(plan: Plan, subject: Subject) -> str:
+def say_sure(plan: Plan, model: MachineModel | None) -> str:
+    """Return how sure a plan is, by the model behind its rates, if there is one."""
     short = plan.cancelled or plan.cut_short
     cut = "; cut short: `tccl plan`, which measures all it needs, may find more" if short else ""
-    if subject.model is not None:
+    if plan.dry_run:
+        return "not at all: processes in host memory stood in for GPUs"
+    if plan.jobs_ran:
+        return "high: NCCL's jobs were timed here"
+    if model is not None:
         level = "low" if plan.any_assumed else "medium"
-        basis = "" if subject.model.source else f", {subject.model.note}"
-        return f"{level}: by a model with {provenances_text(subject.model)} parameters{basis}{cut}"
+        basis = "" if model.source else f", {model.note}"
+        return f"{level}: by a model with {provenances_text(model)} parameters{basis}{cut}"
     interval = plan.choices["graph"].error
     error = f", 95 % interval ±{interval:.1%}" if interval else ""
     sets = spell(plan.sets_measured, "set")

@@ -283,7 +283,7 @@ def check_own_rings(host: HostState) -> Results:
     fields: dict[str, Any] = {}
     if answer.fallback:
         why = "its search finds no rings and takes the order of the GPUs, whatever joins them"
-        fields = {"severity": "slow", "why": why, "fix": "tccl plan -o my-plan"}
+        fields = {"severity": "slow", "why": why, "fix": "tccl plan my-plan"}
     yield defect("own-rings", where, what=text, **fields)
 
 

@@ -186,6 +186,27 @@ class Flow(TextValue):
         return tuple(p for t in self.transfers for p in (t.source, t.executor, t.destination))
 
     @property
+    def words(self) -> str:
+        """The flow as people say it: both ends, and what lies between.
+
+        >>> parse_flow("G0->G0->C1->G2->G2{blocks=32}").words
+        'G0 -> G2 over host memory of node 1'
+        >>> parse_flow("G0->G4->G4").words
+        'G0 -> G4 by P2P read'
+        """
+        between = [
+            f"host memory of node {place.index}" if place.kind == "C" else str(place)
+            for place in dict.fromkeys(self.places)
+            if place not in (self.source, self.destination) and place.kind != "D"
+        ]
+        by = f" over {', '.join(between)}" if between else ""
+        if self.peer_transfers and not between:
+            by = " by P2P" + " read" * (self.transfers[0].operation == "read")
+        if any(part.uses_copy_engine for part in self.transfers):
+            by += " by copy engine"
+        return f"{self.source} -> {self.destination}{by}"
+
+    @property
     def hosts(self) -> tuple[str, ...]:
         """The hosts of its places, in the order of the bytes; "" is the local host."""
         return tuple(dict.fromkeys(place.host for place in self.places))

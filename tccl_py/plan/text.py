@@ -65,13 +65,15 @@ def description(plan: Plan) -> str:
     count = f"{plan.ring_count} rings, the first" if plan.ring_count > 1 else "ring"
     return (
         f"Plan for {planned_gpus(plan)}: {plan.provenance}\n{advice(plan)}\n"
-        f"{count} {order}: {plan.rate_gbps:.2f} GB/s, slowest {slowest.flow} on {name}"
+        f"{count} {order}: {plan.rate_gbps:.2f} GB/s, slowest {slowest.flow.words} on {name}"
     )
 
 
 def advice(plan: Plan) -> str:
-    """Return the recommendation, in a sentence or two."""
-    return f"DRY RUN, no advice for GPUs: {_advice(plan)}" if plan.dry_run else _advice(plan)
+    """Return the recommendation, in a sentence or two; a dry run has none."""
+    if plan.dry_run:
+        return "DRY RUN: no advice, as no GPU was measured."
+    return _advice(plan)
 
 
 def doctor_first(plan: Plan) -> str:
@@ -92,7 +94,7 @@ def _advice(plan: Plan) -> str:
         note = plan.choices["default"].note
         why = f", since {note}; `tccl doctor` says what to do" if note else ""
         return f"No choice runs: NCCL fails ({failure.verdict}){why}."
-    variables = environment_text(plan.job_settings)
+    variables = variables_words(plan.job_settings)
     early = not plan.at_bound and (plan.cancelled or plan.cut_short)
     ended = "was clearly faster before the search ended early"
     if name == "default":
@@ -155,6 +157,13 @@ def notices(plan: Plan) -> tuple[str, ...]:
     return (*filter(None, [doctor_first(plan)]), *plan.notices, *filter(None, [p2p_note(plan)]))
 
 
+def variables_words(settings: Settings) -> str:
+    """Return variables for a terminal, on which long lists of NICs are cut; `tccl env` has all."""
+    words = shell_words(environment(settings))
+    return " ".join(w if len(w) <= _MOST_WORD else f"{w.partition(',')[0]},...'" for w in words)
+
+
+_MOST_WORD = 60
 _VERBS = {"hangs": "hangs", "wrong values": "gives wrong values"}
 """What NCCL does that fails so."""
 
@@ -335,7 +344,7 @@ def _choice_text(plan: Plan, name: ChoiceName) -> str:
     if choice.achieved_gbps is not None:
         rate += f", {choice.achieved_gbps:.2f} achieved"
     times = f", {gain:.2f}x default" if gain is not None and name != "default" else ""
-    variables = environment_text(choice.settings)
+    variables = variables_words(choice.settings)
     tried = "tried " if plan.cut_short else ""
     how = {
         "default": "NCCL as it runs here",

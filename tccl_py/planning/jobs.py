@@ -152,7 +152,7 @@ def job_cluster(
         raise InputError("`gpus`", f"names {shown(unknown[0])}", "name hosts of `hosts`")
     used = {host.name: _class_and_gpus(plan, host, gpus.get(host.name)) for host in hosts}
     if len(hosts) < 2:
-        raise InputError("`hosts`", f"names {len(hosts)} host", "plan on it by `tccl plan -o DIR`")
+        raise InputError("`hosts`", f"names {len(hosts)} host", "plan on it by `tccl plan DIR`")
     keys = list(dict.fromkeys(used.values()))
     of_class = Counter(number for number, _ in keys)
     classes: list[NodeClass] = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from math import inf
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -19,6 +20,7 @@ from tccl_py.errors import (
     MeasurementError,
     SourceLostError,
     require,
+    spell,
 )
 from tccl_py.model.machine import Fingerprint, Knowledge, Machine
 from tccl_py.model.measurement import Backend, FlowCoupling, JournalHeader, Measurement
@@ -285,8 +287,11 @@ class ProfilerSource:
         firsts = [first for first, *_ in measured.values() if first.overlap_at_least]
         for first in firsts[:_SHOWN]:
             notices += overlap_notices(str(first.transfers), first)
-        failures = list(dict.fromkeys(self._failures))[:_SHOWN]
-        notices += [f"left out, as it cannot be measured: {text}" for text in failures]
+        if failures := dict.fromkeys(self._failures):
+            notices.append(
+                f"{spell(len(failures), 'set')} left out, as they cannot be measured (busy)"
+            )
+            notices += [f"left out: {text}" for text in islice(failures, _SHOWN)]
         return tuple(dict.fromkeys(notices))
 
     def _check_alive(self, error: MeasurementError) -> None:

@@ -34,7 +34,7 @@ def planned(tmp_path_factory, name, *words, **variables):
     shared = os.environ.get("TCCL_TEST_PLANS")
     place = (Path(shared) if shared else tmp_path_factory.mktemp("plans")) / name
     if not (place / "plan.json").exists():
-        print(tccl("plan", "-o", place, *BRIEF, *words, **SHARE, **variables))
+        print(tccl("plan", place, *BRIEF, *words, **SHARE, **variables))
         # tccl-py need not be installed here, and graph files with placed buffers need it.
         build_plugin(place / "nccl")
     return place
@@ -46,7 +46,7 @@ def simulated(tmp_path_factory):
     folder = tmp_path_factory.mktemp("simulated")
     tccl("discover", "-o", folder / "machine.json")
     options = ["--nccl", f"{version[0]}.{version[1]}"] if (version := torch_nccl()) else []
-    tccl("plan", "-o", folder / "plan", "--simulate", folder / "machine.json", *options)
+    tccl("plan", folder / "plan", "--simulate", folder / "machine.json", *options)
     return folder / "plan"
 
 

@@ -50,7 +50,7 @@ class Kills:
     def command(self, name, place):
         """A command of `tccl`, and its variables."""
         words = {
-            "plan": ["plan", "-o", place, *BRIEF, "--max-sets", "15" if HOSTS == 1 else "4"],
+            "plan": ["plan", place, *BRIEF, "--max-sets", "15" if HOSTS == 1 else "4"],
             "verify": ["verify", self.plan, "--sizes", "64K", "--rounds", "6", "--no-checks"],
         }[name]
         words += [*PINNED, "--seconds", "3"] if name == "verify" else []

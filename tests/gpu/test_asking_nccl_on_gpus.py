@@ -181,7 +181,7 @@ def test_a_measured_plan_takes_nccls_own_rings_and_files_that_it_loads(gpus, tmp
     text = ",".join(map(str, pair))
     for name, part in SHARE.items():
         monkeypatch.setenv(name, part)
-    made = tccl("plan", "-o", tmp_path / "plan", "--gpus", text, "--max-sets", "20")
+    made = tccl("plan", tmp_path / "plan", "--gpus", text, "--max-sets", "20")
     assert made.returncode == 0, made.stderr
     plan = load_plan(tmp_path / "plan")
     print(plan.notices)

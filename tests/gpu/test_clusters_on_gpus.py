@@ -56,7 +56,7 @@ def planned(request, tmp_path_factory):
     wrapper.chmod(0o755)
     directory = folder / "plan"
     command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(len(nodes)), wrapper]
-    command += [sys.executable, "-m", "tccl_py", "plan", "-o", directory, "--nccl", "2.28"]
+    command += [sys.executable, "-m", "tccl_py", "plan", directory, "--nccl", "2.28"]
     command += ["--interfaces", INTERFACE, "--json", "--max-sets", "200"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     keep(folder, directory)

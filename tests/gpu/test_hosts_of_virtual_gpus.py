@@ -73,7 +73,7 @@ def planned(tmp_path_factory):
 
     directory = tmp_path_factory.mktemp("hosts") / "plan"
     half = gpu_count() // 2
-    words = ("plan", "-o", directory, "--interfaces", INTERFACE, "--no-tune", "--rings", "1")
+    words = ("plan", directory, "--interfaces", INTERFACE, "--no-tune", "--rings", "1")
     mpirun(*words, "--gpus-per-job", half, *TIME, "--target", "0.05", "--json", **SHARE)
     return directory
 

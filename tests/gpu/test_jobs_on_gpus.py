@@ -45,7 +45,7 @@ def measured(request, tmp_path_factory):
     launch = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(len(nodes)), wrapper]
     launch += [sys.executable, "-m", "tccl_py"]
     directory = folder / "plan"
-    plan = ["plan", "-o", directory, "--nccl", "2.28", "--interfaces", INTERFACE, "--no-tune"]
+    plan = ["plan", directory, "--nccl", "2.28", "--interfaces", INTERFACE, "--no-tune"]
     plan += ["--gpus-per-job", "1", "--rings", "1,2", "--max-sets", "25", "--target", "0.05"]
     verify = ["verify", directory, "--sizes", "1M,64M", "--rounds", "6", "--seconds", "20"]
     runs = [(plan, (0,), SHARE), ([*verify, "--no-checks"], (0, 1), {})]

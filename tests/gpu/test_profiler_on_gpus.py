@@ -94,7 +94,7 @@ def test_tccl_plan_measures_and_a_second_run_measures_nothing_again(measured, tm
         f"plan: {plan.sets_measured} sets, {plan.rate_gbps:.1f} GB/s, default "
         f"{plan.choices['default'].rate_gbps:.1f}, {plan.settings}"
     )
-    again = tccl("plan", "-o", folder, "--force", "--json", *BRIEF)
+    again = tccl("plan", folder, "--force", "--json", *BRIEF)
     assert again.returncode == 0, again.stderr
     print(again.stderr, made := json.loads(again.stdout), flush=True)
     # A plan that was cut short has sets to measure yet.

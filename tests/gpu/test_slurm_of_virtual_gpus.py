@@ -46,7 +46,7 @@ def slurm(tmp_path_factory):
 def planned(slurm, tmp_path_factory):
     """The directory of a measured plan of all hosts."""
     place = tmp_path_factory.mktemp("srun") / "plan"
-    words = ("plan", "-o", place, "--interfaces", INTERFACE, "--no-tune", "--rings", "1", *TIME)
+    words = ("plan", place, "--interfaces", INTERFACE, "--no-tune", "--rings", "1", *TIME)
     one_each = (f"--nodes={HOSTS}", "--ntasks-per-node=1", "--mpi=pmix", f"--chdir={REPOSITORY}")
     ran = slurm.run(*one_each, *TCCL, *words, "--target", "0.05", environment=SHARE)
     print(ran.stdout[-3000:], ran.stderr[-5000:], flush=True)

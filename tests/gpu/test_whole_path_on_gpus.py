@@ -72,7 +72,7 @@ def tccl(folder, before):
 @pytest.fixture(scope="module")
 def directory(tccl, folder):
     """The plan's."""
-    tccl("plan", "-o", folder / "plan", *BRIEF, **SHARE)
+    tccl("plan", folder / "plan", *BRIEF, **SHARE)
     return folder / "plan"
 
 

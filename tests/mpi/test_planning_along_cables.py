@@ -33,7 +33,7 @@ def planned(namespaces, tmp_path_factory):
     ends = [end for a, x, b, y in CABLES for end in ((a, x), (b, y))]
     before = [namespaces.received(*end) for end in ends]
     with unless_busy(workers=4):
-        ran = namespaces.run(*PLAN, "-o", str(folder), hosts=GIVEN, timeout_s=240)
+        ran = namespaces.run(*PLAN, str(folder), hosts=GIVEN, timeout_s=240)
         assert ran.code == 0, ran.stderr
     after = [namespaces.received(*end) for end in ends]
     received = {end: now - then for end, now, then in zip(ends, after, before, strict=True)}
@@ -68,7 +68,7 @@ def test_a_cable_of_the_file_that_the_addresses_contradict_is_named(namespaces, 
     wrong.append(("h0", "eth1", "h2", "eth0"))
     lines = [f"  - [{a}:{x}, {b}:{y}]" for a, x, b, y in wrong]
     file.write_text("\n".join(["cables:", *lines, ""]))
-    ran = namespaces.run(*PLAN, "-o", str(tmp_path / "plan"), "--switches", str(file), hosts=GIVEN)
+    ran = namespaces.run(*PLAN, str(tmp_path / "plan"), "--switches", str(file), hosts=GIVEN)
     assert ran.code == 2
     assert "N1 of h1, which is 10.50.0.2/24, and N1 of h3, 10.50.2.2/24" in ran.stderr
     assert not (tmp_path / "plan").exists()
@@ -78,7 +78,7 @@ def test_a_host_with_an_address_of_another_cable_has_no_way(namespaces, tmp_path
     namespaces.ip("h1", "addr", "del", "10.50.0.2/24", "dev", "eth1")
     namespaces.ip("h1", "addr", "add", "10.50.9.2/24", "dev", "eth1")
     try:
-        ran = namespaces.run(*PLAN, "-o", str(tmp_path / "plan"), hosts=GIVEN)
+        ran = namespaces.run(*PLAN, str(tmp_path / "plan"), hosts=GIVEN)
     finally:
         namespaces.ip("h1", "addr", "del", "10.50.9.2/24", "dev", "eth1")
         namespaces.ip("h1", "addr", "add", "10.50.0.2/24", "dev", "eth1")

@@ -58,7 +58,7 @@ def planned(namespaces, tmp_path_factory):
     switches = folder / "switches.yaml"
     switches.write_text(SWITCHES)
     # One chain is possible in a host: more sets would be the same again.
-    command = ["plan", "-o", str(folder / "plan"), *FEW, "--rings", "1", "--max-sets", "1"]
+    command = ["plan", str(folder / "plan"), *FEW, "--rings", "1", "--max-sets", "1"]
     command += ["--switches", str(switches), "--json"]
     with unless_busy(workers=4):
         ran = namespaces.run(*command, hosts=GIVEN, timeout_s=240)

@@ -110,7 +110,7 @@ def host_name(process):
 def test_the_hostfile_for_slurm_starts_ranks_in_the_planned_order(slurm, order, tmp_path):  # noqa: F811
     hosts = tmp_path / "hosts.txt"
     hosts.write_text("\n".join(order) + "\n")
-    words = ("tccl", "plan", "-o", tmp_path / "plan", "--simulate", "amd-v100", "--keep-order")
+    words = ("tccl", "plan", tmp_path / "plan", "--simulate", "amd-v100", "--keep-order")
     made = slurm.run("--ntasks=1", *words, "--hosts", hosts, "--rings", "1", "--max-sets", "20")
     assert made.code == 0, made.stderr
     files = tmp_path / "plan" / "nccl"
@@ -146,7 +146,7 @@ def test_a_task_knows_how_many_of_the_step_are_on_its_node(slurm):  # noqa: F811
 def test_a_batch_script_makes_the_files_of_its_own_nodes(slurm, tmp_path):  # noqa: F811
     hosts = tmp_path / "hosts.txt"
     hosts.write_text("gpu[01-04]\n")
-    words = ("tccl", "plan", "-o", tmp_path / "plan", "--simulate", "amd-v100", "--hosts", hosts)
+    words = ("tccl", "plan", tmp_path / "plan", "--simulate", "amd-v100", "--hosts", hosts)
     made = slurm.run("--ntasks=1", *words, "--rings", "1", "--max-sets", "20")
     assert made.code == 0, made.stderr
     job = tmp_path / "job"

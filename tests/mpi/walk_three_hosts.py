@@ -100,12 +100,12 @@ def test_doctor_finds_nothing_that_hangs_on_any_host(three):
 
 def test_a_file_of_other_cables_than_the_addresses_tell_is_refused_by_name(three):
     file = str(three.folder / "mirrored.yaml")
-    ran = three.mpirun(*PLAN, "-o", f"{three.plan}-no", "--switches", file, code=2)
+    ran = three.mpirun(*PLAN, f"{three.plan}-no", "--switches", file, code=2)
     assert "joins N0 of spark1, which is 10.50." in ran.stderr
 
 
 def test_the_subnets_tell_the_cables_and_rings_use_both_functions_of_a_port(three):
-    told = json.loads(three.mpirun(*PLAN, "-o", three.plan).stdout)
+    told = json.loads(three.mpirun(*PLAN, three.plan).stdout)
     three.check_rings()
     assert len(told["rings"]) >= 2
 
@@ -136,5 +136,5 @@ def test_a_job_of_two_hosts_follows_from_the_plan(three):
 
 def test_ports_that_face_their_like_are_planned_along_their_cables(mirrored):
     file = str(mirrored.folder / "mirrored.yaml")
-    mirrored.mpirun(*PLAN, "-o", mirrored.plan, "--switches", file)
+    mirrored.mpirun(*PLAN, mirrored.plan, "--switches", file)
     mirrored.check_rings()
