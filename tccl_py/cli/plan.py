@@ -32,6 +32,7 @@ from tccl_py.errors import (
     Terminated,
     defer_signals,
     interrupts_put_off,
+    spell,
 )
 from tccl_py.interrupts import INTERRUPTED
 from tccl_py.launchers import in_job
@@ -41,7 +42,14 @@ from tccl_py.nccl.versions import asked_version, known_versions
 from tccl_py.plan.directory import files_of, write_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import ProvenLinks
-from tccl_py.plan.text import CHOICE_WORDS, advice, choice_words, doctor_first, planned_gpus
+from tccl_py.plan.text import (
+    CHOICE_WORDS,
+    advice,
+    choice_words,
+    doctor_first,
+    notices,
+    planned_gpus,
+)
 from tccl_py.planning.hardware import limit_sentences
 from tccl_py.planning.opening import ring_counts_of, subject_of
 from tccl_py.planning.output import holds_measurements, holds_whole_plan, output_directory
@@ -216,6 +224,8 @@ def _print_end(made: Plan, output: Path, model: MachineModel | None) -> None:
     basis = mark(simulated=made.simulated, assumed=False, dry_run=made.dry_run)
     if made.pinned_env:
         basis += f", {pinned_env_text(made.pinned_env)}"
+    count = len(notices(made))
+    noted = f", with {spell(count, 'note')}" if count else ""
     verified = made.winner is not None and made.jobs_ran
     following = f"tccl install {output}" if verified else f"tccl verify {output}"
     lines = (
@@ -224,7 +234,7 @@ def _print_end(made: Plan, output: Path, model: MachineModel | None) -> None:
         ("Rates", ", ".join(rates).replace("nan GB/s", "no rate")),
         ("Limit", limits[0] if limits else limit),
         ("How sure", say_sure(made, model)),
-        ("Files", f"in {output}; all of it: tccl show {output}"),
+        ("Files", f"in {output}; all of it{noted}: tccl show {output}"),
         ("Next", f"{first * (made.simulated or made.dry_run)}{following}"),
     )
     for title, text in lines:
