@@ -224,7 +224,8 @@ def _rows(drift: Drift) -> Iterator[Sequence[str]]:
     yield "flow, and what ran beside it", "was GB/s", "is GB/s", "change", "p"
     for row in drift.changes[:_SHOWN]:
         change, p = f"{row.ratio - 1:+.0%}", "< 1e-6" if row.p < 1e-6 else f"{row.p:.1g}"
-        yield row.name, f"{row.was_gbps:.2f}", f"{row.is_gbps:.2f}", change, p
+        flow = f"{row.flow.words} on {row.hosts}" if row.hosts else row.flow.words
+        yield flow, f"{row.was_gbps:.2f}", f"{row.is_gbps:.2f}", change, p
         yield from ((f"  {line}", "", "", "", "") for line in _concurrent(row))
     hidden = len(drift.changes) - _SHOWN
     if hidden > 0:

@@ -36,7 +36,6 @@ from tccl_py.errors import (
 )
 from tccl_py.interrupts import INTERRUPTED
 from tccl_py.launchers import in_job
-from tccl_py.model.measurement import mark
 from tccl_py.nccl.settings import MAX_GID_INDEX, pinned_env_text
 from tccl_py.nccl.versions import asked_version, known_versions
 from tccl_py.plan.directory import files_of, write_plan
@@ -221,7 +220,7 @@ def _print_end(made: Plan, output: Path, model: MachineModel | None) -> None:
     limit = f"{slowest.flow.words}, {slowest.rate_gbps:.2f} GB/s {shared}"
     limits = [text.partition(": ")[0] for text in limit_sentences(made)]
     first = "`tccl doctor` on the machine, then " if doctor_first(made) else "on the machine: "
-    basis = mark(simulated=made.simulated, assumed=False, dry_run=made.dry_run)
+    basis = "simulated" if made.simulated and not made.dry_run else made.provenance
     if made.pinned_env:
         basis += f", {pinned_env_text(made.pinned_env)}"
     count = len(notices(made))
@@ -233,7 +232,7 @@ def _print_end(made: Plan, output: Path, model: MachineModel | None) -> None:
         ("Verdict", advice(made)),
         ("Rates", ", ".join(rates).replace("nan GB/s", "no rate")),
         ("Limit", limits[0] if limits else limit),
-        ("How sure", say_sure(made, model)),
+        ("How sure", say_sure(made, model) + "; cut short" * made.cut_short),
         ("Files", f"in {output}; all of it{noted}: tccl show {output}"),
         ("Next", f"{first * (made.simulated or made.dry_run)}{following}"),
     )

@@ -162,6 +162,8 @@ def advice_by(plan: Plan, subject: Subject, diagnosis: Diagnosis | None = None) 
     links = None if diagnosis is None else diagnosis.links
     # The plan's machine has them too.
     problems = [one for one in findings if one.severity != "note" and one.check != "hardware"]
+    short = plan.cancelled or plan.cut_short
+    cut = "; cut short: `tccl plan`, which measures all it needs, may find more" * short
     return Advice(
         limits=tuple(limit_sentences(plan)),
         machine=_machine_words(plan),
@@ -175,7 +177,7 @@ def advice_by(plan: Plan, subject: Subject, diagnosis: Diagnosis | None = None) 
         # A bound on links that nobody told would not be one.
         bound_gbps=None if assumed_links(plan) else plan.bound_gbps,
         simulated=plan.simulated,
-        sure=say_sure(plan, subject.model),
+        sure=say_sure(plan, subject.model) + cut,
         by_size=list_by_size(plan),
         poor=(*size_notes(plan), *filter(None, [p2p_note(plan)])),
         assumptions=(*assumptions(plan), *filter(None, [say_unchecked(plan.settings.version)])),
@@ -246,8 +248,6 @@ def _default_words(plan: Plan) -> str:
 
 def say_sure(plan: Plan, model: MachineModel | None) -> str:
     """Return how sure a plan is, by the model behind its rates, if there is one."""
-    short = plan.cancelled or plan.cut_short
-    cut = "; cut short: `tccl plan`, which measures all it needs, may find more" if short else ""
     if plan.dry_run:
         return "not at all: processes in host memory stood in for GPUs"
     if plan.jobs_ran:
@@ -255,8 +255,8 @@ def say_sure(plan: Plan, model: MachineModel | None) -> str:
     if model is not None:
         level = "low" if plan.any_assumed else "medium"
         basis = "" if model.source else f", {model.note}"
-        return f"{level}: by a model with {provenances_text(model)} parameters{basis}{cut}"
+        return f"{level}: by a model with {provenances_text(model)} parameters{basis}"
     interval = plan.choices["graph"].error
     error = f", 95 % interval ±{interval:.1%}" if interval else ""
     sets = spell(plan.sets_measured, "set")
-    return f"medium: {sets} measured here{error}; no NCCL job was timed{cut}"
+    return f"medium: {sets} measured here{error}; no NCCL job was timed"

@@ -60,7 +60,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def name(self) -> str:
         """The flow, and the hosts it is on."""
-        return f"{self.flow.words} on {self.hosts}" if self.hosts else self.flow.words
+        return f"{self.flow} on {self.hosts}" if self.hosts else str(self.flow)
 
     @property
     def ratio(self) -> float:

@@ -194,17 +194,18 @@ class Flow(TextValue):
         >>> parse_flow("G0->G4->G4").words
         'G0 -> G4 by P2P read'
         """
-        between = [
-            f"host memory of node {place.index}" if place.kind == "C" else str(place)
-            for place in dict.fromkeys(self.places)
-            if place not in (self.source, self.destination) and place.kind != "D"
-        ]
-        by = f" over {', '.join(between)}" if between else ""
-        if self.peer_transfers and not between:
-            by = " by P2P" + " read" * (self.transfers[0].operation == "read")
+        names = {
+            place: f"host memory of node {place.index}" if place.kind == "C" else str(place)
+            for place in self.places
+            if place.kind != "D"
+        }
+        source, target = names.pop(self.source), names.pop(self.destination)
+        by = f" over {', '.join(names.values())}" if names else ""
         if any(part.uses_copy_engine for part in self.transfers):
             by += " by copy engine"
-        return f"{self.source} -> {self.destination}{by}"
+        elif self.peer_transfers and not names:
+            by = " by P2P" + " read" * (self.transfers[0].operation == "read")
+        return f"{source} -> {target}{by}"
 
     @property
     def hosts(self) -> tuple[str, ...]:
