@@ -1,6 +1,7 @@
 """`tccl plan`, `show`, `env` and `export`: output, interruptions, and jobs over some GPUs."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
