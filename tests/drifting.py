@@ -25,7 +25,7 @@ class Journalled:
         budget = Budget(sets=60, idle_sets=15)
         model = self.model
         self.plan = make_plan(model.machine, model.knowledge, source, budget=budget)
-        self.times = {key: len(source.stored(key)) for key in source.sets}
+        self.times = {key: len(source.recall(key)) for key in source.sets}
         self.exact = exact_rates(model)
 
     @functools.cached_property

@@ -41,7 +41,7 @@ def test_a_further_sample_is_asked_for_by_its_number_and_stays():
     assert [sample.rate_gbps for sample in bench.samples(ONE, 3)] == [1, 2, 3]
     assert [sample.rate_gbps for sample in bench.measure([ONE, ONE])] == [1, 1]
     assert bench.again(ONE).rate_gbps == 4
-    assert len(bench.stored(ONE)) == bench.times_measured == 4
+    assert len(bench.recall(ONE)) == bench.times_measured == 4
     assert (bench.sets_measured, list(bench.sets)) == (1, [ONE])
 
 

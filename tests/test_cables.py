@@ -106,7 +106,7 @@ def test_the_best_order_is_found_and_its_bound_is_reached(cluster):
         assert brute_force(hosts, cables, rings, equal) == 0
         return
     assert best == (0 if ring is None else ring.rate_gbps)
-    assert ring is None or ring.proven
+    assert ring is None or ring.is_proven
 
 
 @given(clusters(most_hosts=4, most_cables=6, most_rings=2))
@@ -229,7 +229,7 @@ def test_a_search_that_is_cut_off_calls_nothing_proven(monkeypatch):
     for steps, proven in ((4, False), (12, False), (13, True)):
         monkeypatch.setattr("tccl_py.merge.cables.MAX_STEPS", steps)
         ring = cabled_ring("abcd", cables, 1, rate)
-        assert (ring.rate_gbps, ring.proven) == (5.0, proven)
+        assert (ring.rate_gbps, ring.is_proven) == (5.0, proven)
         assert ring.bound_gbps == (5.0 if proven else 10.0)
 
 

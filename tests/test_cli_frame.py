@@ -553,7 +553,7 @@ def test_a_pipe_gets_progress_in_lines_with_the_time_left(monkeypatch, capsys):
     with ProgressLine(10) as line:
         line(Progress(rings_in_set=4, sets_measured=1, best_gbps=2.0, bound_gbps=3.0))
         for count in range(6):
-            line.measured(count)
+            line.count_sets(count)
     said = capsys.readouterr().err.splitlines()
     assert said
     assert len(said) < 6
@@ -569,8 +569,8 @@ def test_what_passed_before_the_first_set_is_no_part_of_the_pace(monkeypatch, ca
     clock = iter([0.0, 12.0, 12.0, 24.0, 24.0])
     monkeypatch.setattr("tccl_py.cli.output.time.monotonic", lambda: next(clock))
     with ProgressLine(100) as line:
-        line.measured(1)
-        line.measured(13)
+        line.count_sets(1)
+        line.count_sets(13)
     said = [text.rpartition(": ")[2] for text in capsys.readouterr().err.splitlines()]
     assert said == [
         "1 of at most 100 sets",
@@ -594,7 +594,7 @@ def test_the_time_left_is_no_more_than_the_limit_of_seconds_leaves(monkeypatch, 
     monkeypatch.setattr("tccl_py.cli.output.time.monotonic", lambda: next(clock))
     with ProgressLine(1000, 26.0) as line:
         for count in (5, 6, 7):
-            line.measured(count)
+            line.count_sets(count)
     said = [text.rpartition(": ")[2] for text in capsys.readouterr().err.splitlines()]
     assert said == [
         "5 of at most 1000 sets, at most 15 s left",

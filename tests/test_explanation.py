@@ -283,7 +283,7 @@ def test_what_flows_share_is_named_with_its_direction():
 
 
 def words(paths, text):
-    return [one.words for one in paths.shared(parse_set(text).flows)]
+    return [one.words for one in paths.find_shared(parse_set(text).flows)]
 
 
 # the file

@@ -186,9 +186,9 @@ def test_installing_and_uninstalling_leaves_the_file_as_it_was(tmp_path, data, m
         path.write_bytes(data)
         path.chmod(mode)
     before = everything(tmp_path)
-    assert install(PLAN, path, dry_run=False).needed
+    assert install(PLAN, path, dry_run=False).is_needed
     held = everything(folder)
-    assert not install(PLAN, path, dry_run=False).needed
+    assert not install(PLAN, path, dry_run=False).is_needed
     assert everything(folder) == held
     assert path.read_bytes().startswith(data or b"")
     uninstall()
@@ -211,7 +211,7 @@ def test_links_stay_links_and_what_they_lead_to_is_restored(tmp_path):
     assert b"NCCL_P2P_LEVEL=SYS" in real.read_bytes()
     assert (tmp_path / "to-come").is_file()
     found = uninstall()
-    assert [change.needed for change in found] == [True, True]
+    assert [change.is_needed for change in found] == [True, True]
     assert everything(tmp_path) == before
 
 
@@ -240,7 +240,7 @@ def test_attributes_of_a_file_stay(tmp_path):
 def test_a_dry_run_changes_nothing(tmp_path):
     before = everything(tmp_path)
     change = install(PLAN, tmp_path / "conf", dry_run=True)
-    assert change.needed
+    assert change.is_needed
     assert everything(tmp_path) == before
 
 
@@ -268,7 +268,7 @@ def test_a_file_that_somebody_deleted_is_forgotten(tmp_path):
     install(PLAN, tmp_path / "conf", dry_run=False)
     (tmp_path / "conf").unlink()
     found = uninstall()
-    assert [(change.path, change.needed) for change in found] == [(tmp_path / "conf", False)]
+    assert [(change.path, change.is_needed) for change in found] == [(tmp_path / "conf", False)]
     assert list((tmp_path / "home" / ".local" / "state").iterdir()) == []
 
 

@@ -167,7 +167,7 @@ def test_jobs_decide_whether_large_buffers_are_harmless(plan, place, transferred
     found = run_verification(plan, place, dry_run(plan, jobs), budget)
     assert [arm.name for arm in found.arms] == list(CHOICES[:3])
     assert found.winner == winner
-    settled = read_target(plan, place).settled(changed(found, backend="cuda")).plan
+    settled = read_target(plan, place).settle(changed(found, backend="cuda")).plan
     assert settled.recommended == winner
     assert settled.job_settings == plan.choices[winner].settings
     # Nothing was tuned: what was measured still holds.
@@ -177,7 +177,7 @@ def test_jobs_decide_whether_large_buffers_are_harmless(plan, place, transferred
     assert tuple(map(bool, noted)) == (transferred == 0.9, transferred is not None)
     fair = FakeJobs(lambda size, _: 1e-4 + size / 1e10, noise=0.001)
     later = run_verification(settled, place, dry_run(settled, fair), budget)
-    without = read_target(settled, place).settled(later).plan
+    without = read_target(settled, place).settle(later).plan
     assert (without.choices.get("large-buffers").note, without.choices["variables"].note) == (
         "",
         "",

@@ -59,7 +59,7 @@ def rate_or_none(merge, *given, **more):
     except SearchError:
         return 0.0
     assert ring.rate_gbps == rate_of(given[0], ring.order, ring.crossings)
-    assert ring.proven
+    assert ring.is_proven
     assert ring.bound_gbps == ring.rate_gbps
     return ring.rate_gbps
 
@@ -176,14 +176,14 @@ def test_merging_under_switches_is_between_nothing_and_brute_force_over_all_orde
     chains_rate = rate_of(tables, ring.order, ring.crossings)
     assert ring.rate_gbps == min(chains_rate, carried(tree, ring.hosts))
     assert 0 < ring.rate_gbps <= best <= ring.bound_gbps
-    assert ring.proven == (ring.rate_gbps == ring.bound_gbps)
+    assert ring.is_proven == (ring.rate_gbps == ring.bound_gbps)
     if rough:
         return
     # Hosts of a switch come apart only where that is faster.
     assert ring.rate_gbps >= together
     limits = {switch.uplink_gbps for switch in tree.all_switches} - {None}
     if not limits or max(limits) < 2 * best:
-        assert ring.proven
+        assert ring.is_proven
 
 
 def test_hosts_of_a_switch_are_apart_where_chains_ask_for_it_and_uplinks_bear_it():
@@ -201,7 +201,7 @@ def test_where_a_switch_has_too_many_kinds_the_bound_is_still_true(seed):
     exact = _large_switch(seed)
     with few_products():
         rough = _large_switch(seed)
-    assert (exact is None) or exact.proven
+    assert (exact is None) or exact.is_proven
     if rough is not None:
         assert rough.rate_gbps <= exact.rate_gbps <= rough.bound_gbps
         assert stays_together(WIDE, rough.hosts)
@@ -295,7 +295,7 @@ def test_rings_over_thousands_of_hosts_of_a_few_classes_are_proven(seed):
     classes = int(rng.integers(2, 5))
     tables = random_tables(seed, classes=classes, crossings=8, values=SPARSE)
     ring = merge_any_order(tables, rng.integers(200, 2_000, classes).tolist())
-    assert ring.proven
+    assert ring.is_proven
     assert ring.rate_gbps == rate_of(tables, ring.order, ring.crossings)
 
 
@@ -361,7 +361,7 @@ def test_many_equal_hosts_under_switches_are_exact():
     tree = SwitchTree(name="root", switches=tuple(switches))
     classes = {host: i % 5 == 0 for i, host in enumerate(tree.all_hosts)}
     ring = merge_with_switches(tables, {h: int(c) for h, c in classes.items()}, tree)
-    assert ring.proven
+    assert ring.is_proven
     assert stays_together(tree, ring.hosts)
     assert ring.rate_gbps == rate_of(tables, ring.order, ring.crossings)
 
@@ -376,7 +376,7 @@ def test_an_uplink_caps_the_ring_and_is_shared_by_the_passes_of_a_given_order():
     tree = uplinked(a=30.0, b=20.0)
     classes = dict.fromkeys(("aa", "aaa", "bb", "bbb"), 0)
     ring = merge_with_switches(fast, classes, tree)
-    assert (ring.rate_gbps, ring.bound_gbps, ring.proven) == (20, 20, True)
+    assert (ring.rate_gbps, ring.bound_gbps, ring.is_proven) == (20, 20, True)
     given = merge_with_switches(fast, classes, tree, given_order=["aa", "bb", "aaa", "bbb"])
     assert given.rate_gbps == 10
     assert given.hosts == ("aa", "bb", "aaa", "bbb")

@@ -547,7 +547,7 @@ def test_how_far_ahead_to_agree_follows_what_messages_take():
     def judged(early_us):
         early_ns = tuple(round(one * 1e3) for one in early_us)
         ran = Ran(results=(), early_ns=early_ns)
-        return pool.judged({"h1": ran}, timing)[1]
+        return pool.judge({"h1": ran}, timing)[1]
 
     ahead = [pool.ahead_ns]
     # 1. A message took 5 ms: the release was 2 ms late, which is a fifth of the window.

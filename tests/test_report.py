@@ -514,7 +514,7 @@ def test_where_jobs_ran_choices_have_achieved_rates_and_hops_have_predictions(tm
     jobs = FakeJobs(by_plan(lambda _: 1.3), noise=0.001)
     target = target_of(contents.plan, tmp_path / "plan")
     found = verify_target(target, dry_run(contents.plan, jobs), RunBudget(sizes=(4096,)))
-    plan = target.settled(structs.replace(found, backend="cuda")).plan
+    plan = target.settle(structs.replace(found, backend="cuda")).plan
     assert (contents.plan.jobs_ran, plan.jobs_ran) == (False, True)
     words = Page(report_html(structs.replace(contents, plan=plan))).words
     assert "graph file, achieved by jobs" in words

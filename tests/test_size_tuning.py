@@ -333,9 +333,9 @@ def test_a_rank_tells_the_tuner_for_its_calls_alone_and_asks_whether_nccl_follow
     monkeypatch.setenv("NCCL_TUNER_PLUGIN", library._name)
     tuner, seen = Tuner(), []
     assert list(told[:1]) == [-1]
-    with tuner.told(wanted("tree", "simple", 4)):
+    with tuner.follow(wanted("tree", "simple", 4)):
         seen.append(list(told[:3]))
-    with tuner.told(None):
+    with tuner.follow(None):
         seen.append(list(told[:1]))
     assert seen == [[ALGORITHMS.index("tree"), PROTOCOLS.index("simple"), 4], [-2]]
     assert told[0] == -1
@@ -345,7 +345,7 @@ def test_a_rank_tells_the_tuner_for_its_calls_alone_and_asks_whether_nccl_follow
 
     assert tuner.follows(followed, wanted("ring", "ll", 1))
     assert not tuner.follows(lambda: None, wanted("ring", "ll128", 1))
-    with pytest.raises(ZeroDivisionError), tuner.told(wanted("ring", "ll", 1)):
+    with pytest.raises(ZeroDivisionError), tuner.follow(wanted("ring", "ll", 1)):
         raise ZeroDivisionError
     assert told[0] == -1
 

@@ -267,7 +267,7 @@ def test_a_limit_and_a_bound_that_jobs_contradict_are_taken_back(boxed, box, gra
     fake = FakeJobs(by_plan(lambda _: graph, variables=lambda _: 1.3), noise=0.001)
     target = read_target(boxed, box)
     found = run_verification(boxed, box, dry_run(boxed, fake), RunBudget(sizes=(4096, 64 << 20)))
-    plan = target.settled(changed(found, backend="cuda")).plan
+    plan = target.settle(changed(found, backend="cuda")).plan
     assert boxed.limit_gbps and boxed.bound_gbps
     # The limit is of the hops of the choice that was fastest by prediction.
     assert plan.limit_gbps == (boxed.limit_gbps if kept else None)
@@ -275,7 +275,7 @@ def test_a_limit_and_a_bound_that_jobs_contradict_are_taken_back(boxed, box, gra
     assert plan.choices["graph"].achieved_gbps == achieved
     assert plan.bound_gbps == (None if achieved > boxed.bound_gbps else boxed.bound_gbps)
     # Rates in host memory are none of the machine's.
-    assert target.settled(found).plan.limit_gbps is None
+    assert target.settle(found).plan.limit_gbps is None
 
 
 @pytest.mark.parametrize(("ratio", "winner"), [(0.75, "default"), (0.98, "variables")])

@@ -367,7 +367,7 @@ def test_what_graph_files_over_hosts_achieved_is_kept_and_the_verified_files_sta
     hosts = FakeHosts(seconds=lambda size, task: (1 if task.files else 2) * (1e-6 + size / 3e11))
     first = target_of(plan, tmp_path)
     found = replace(verify_target(first, place_of(plan, hosts), EFFORT), backend="cuda")
-    target = first.settled(found)
+    target = first.settle(found)
     achieved = target.plan.choices["graph"].achieved_gbps
     assert achieved == found.arm("graph").achieved_gbps
     assert target.plan.gain("graph") == pytest.approx(2.0, rel=0.01)
@@ -377,7 +377,7 @@ def test_what_graph_files_over_hosts_achieved_is_kept_and_the_verified_files_sta
     write_plan(target.plan, tmp_path)
     again = read_target(load_plan(tmp_path), tmp_path)
     assert again.arm("graph").predicted_gbps == achieved
-    for settled in (again, again.settled(found), again.settled(replace(found, arms=()))):
+    for settled in (again, again.settle(found), again.settle(replace(found, arms=()))):
         assert host_graphs(settled.plan) == host_graphs(plan)
     # Candidates have the predicted rate in their files, by which they are permitted.
     for channels in (4, 8):

@@ -145,7 +145,7 @@ def check(
                 say=notice,
             ),
             preflight=preflight,
-            watching=lambda: stack.enter_context(ProgressLine()).measured,
+            watching=lambda: stack.enter_context(ProgressLine()).count_sets,
         )
     drift = result.drift
     if prometheus:
@@ -158,7 +158,7 @@ def check(
         if preflight:
             _print_preflight(result, dry_run=plan.dry_run)
         _print_drift(plan, drift)
-    if not result.ok if preflight else drift.drifted:
+    if not result.ok if preflight else drift.has_drifted:
         raise typer.Exit(ANSWER_IS_NO)
     if preflight and links is not None and links.verdict == "inconclusive":
         raise InputError("links", f"cannot be proven: {links.what}", "end what uses the GPUs")
@@ -198,8 +198,8 @@ def _print_preflight(preflight: Preflight, *, dry_run: bool) -> None:
 
 def _print_drift(plan: Plan, drift: Drift) -> None:
     console = results()
-    verdict, style = ("drifted", BAD) if drift.drifted else ("no drift", GOOD)
-    if not (drift.drifted or drift.sets):
+    verdict, style = ("drifted", BAD) if drift.has_drifted else ("no drift", GOOD)
+    if not (drift.has_drifted or drift.sets):
         verdict, style = "no verdict on drift", DOUBT
     console.print(f"{plan_name(plan)}: {verdict} since planning ({plan.provenance})", style=style)
     if drift.changes:

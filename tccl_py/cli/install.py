@@ -72,7 +72,7 @@ def install(
     verb = "make" if change.before is None else "change"
     past = "made" if change.before is None else "changed"
     done = f"would {verb} {change.path}" if dry_run else f"{past} {change.path}"
-    notice(done if change.needed else f"{change.path} has the plan's lines already")
+    notice(done if change.is_needed else f"{change.path} has the plan's lines already")
     _name_others(change, dry_run=dry_run)
     if not dry_run:
         loaded = PLUGIN_VARIABLE in delivery.variables
@@ -110,7 +110,7 @@ def uninstall(
     for change in removal:
         if change.before is None:
             notice(f"{change.path} does not exist")
-        elif not change.needed:
+        elif not change.is_needed:
             notice(f"{change.path} has no lines of a plan")
         elif change.after is None:
             done = "would remove" if dry_run else "removed"

@@ -166,7 +166,7 @@ def _measure_pairs(asked: SimpleNamespace) -> None:
     with source, ProgressLine() as line:
         notice_each(() if asked.journal is None else source.keep_in(asked.journal))
         facts = machine, place.knowledge, source, gpus
-        pairs, assumed, failures = all_pairs_of(*facts, **choice, watch=line.measured)
+        pairs, assumed, failures = all_pairs_of(*facts, **choice, watch=line.count_sets)
         conditions = source.conditions
     notice_each((*source.notices, *failures))
     if asked.json:
@@ -241,7 +241,7 @@ def _measure(
     if journal is not None:
         notice_each(source.keep_in(journal))
     with ProgressLine() as line:
-        source.watch(lambda count: line.measured(count, len(sets)))
+        source.watch(lambda count: line.count_sets(count, len(sets)))
         try:
             return source.measure(sets)
         except (KeyboardInterrupt, TcclError):

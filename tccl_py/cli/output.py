@@ -159,7 +159,7 @@ class ProgressLine:
         )
         self._show()
 
-    def measured(self, count: int, total: int | None = None) -> None:
+    def count_sets(self, count: int, total: int | None = None) -> None:
         """Show how many sets were measured, of how many, and the time left."""
         most, words = (total, "") if total else (self._most, "at most ")
         self._measured = f"{spell(count, 'set')} measured"

@@ -184,7 +184,7 @@ def plan(
             stays = holds_whole_plan(output)
             with _planning(journal, output), ProgressLine(*limits) as line:
                 if subject.source is not None:
-                    subject.source.watch(line.measured)
+                    subject.source.watch(line.count_sets)
                 notice_each(subject.keep_in(journal, replace=force))
                 made = subject.search(line)
                 if job_of is not None:

@@ -55,7 +55,7 @@ def find_causes(
         else:
             source, notices = source_again(plan, directory)
             sources = [stack.enter_context(source)]
-        source.watch(line.measured)
+        source.watch(line.count_sets)
         notice_each(notices)
         sets = max_sets or (DRY_SETS if source.dry_run else MOST_SETS)
         explanation = explain(plan, sources, max_sets=sets, most=max_causes or MOST_FINDINGS)

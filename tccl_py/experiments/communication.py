@@ -84,7 +84,7 @@ class Communications(Kept, frozen=True, kw_only=True):
         )
         return "" if fits else "lacks the times of a choice"
 
-    def named(self, workload: str) -> Communication | None:
+    def find(self, workload: str) -> Communication | None:
         """Return what is known of a workload by its digest or name."""
         return next((each for each in self.workloads if workload in (each.digest, each.name)), None)
 
@@ -96,7 +96,7 @@ def verified_choice(directory: Path, text: str) -> Communication:
     """
     is_file = text not in BUNDLED and Path(text).exists()
     name = open_workload([text]).digest if is_file else text
-    verified = (Communications.load(directory) or Communications()).named(name)
+    verified = (Communications.load(directory) or Communications()).find(name)
     if verified is None or verified.basis:
         fault = "was verified for it without GPUs" if verified else "was not verified for it"
         right = f"`tccl verify {quote(str(directory))} --workload FILE` first, or leave it out"

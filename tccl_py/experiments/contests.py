@@ -74,7 +74,7 @@ class Tuner:
         self._told = words.in_dll(ctypes.CDLL(path), "tccl_told") if path else words()
 
     @contextmanager
-    def told(self, choice: TunerChoice | None) -> Iterator[None]:
+    def follow(self, choice: TunerChoice | None) -> Iterator[None]:
         """Let calls of the `with` block follow a choice, None for NCCL's own."""
         if choice is None:
             self._told[0] = _NO_TABLE
@@ -95,7 +95,7 @@ class Tuner:
 
     def call(self, choice: TunerChoice | None, call: Call) -> None:
         """Call, following a choice."""
-        with self.told(choice):
+        with self.follow(choice):
             call()
 
 

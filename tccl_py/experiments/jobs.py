@@ -153,7 +153,7 @@ class Launcher(msgspec.Struct, frozen=True, kw_only=True):
         host = replace(self.hosts[0], ranks=tuple(range(len(gpus))), gpus=gpus)
         return replace(self, hosts=(host,))
 
-    def named(self, name: str) -> Launcher:
+    def with_name(self, name: str) -> Launcher:
         """Return the launcher, whose words on the current work begin with a name."""
         return replace(self, watch=lambda text: self.watch(f"{name}: {text}"))
 

@@ -280,7 +280,7 @@ def _keep(
     what is `known` of workloads stays.
     """
     winner = replace(result, recommended=result.winner, chosen=result.winner)
-    settled = plan.settled(winner)
+    settled = plan.settle(winner)
     same = settled.plan.recommended == plan.plan.recommended and not result.default_fails
     if (result.accepted and not result.default_fails) or result.dry_run or same:
         return result.keep(plan.directory, say)

@@ -248,7 +248,7 @@ def measure_plan_again(
         except TooShortError as error:
             # What is wrong is an answer; that a part of it all is right is none.
             drift = error.drift
-            if replace(found, drift=drift).ok if preflight else not drift.drifted:
+            if replace(found, drift=drift).ok if preflight else not drift.has_drifted:
                 if found.checked:
                     tell([f"{spell(found.checked, 'result')} of collectives compared, all right"])
                 raise

@@ -289,7 +289,7 @@ def _fresh_jobs(
 
     Raises MeasurementError: a job failed, or its log lacks `log`.
     """
-    named = launcher.named(f"fresh jobs of {len(contests)} rows")
+    named = launcher.with_name(f"fresh jobs of {len(contests)} rows")
     jobs = ConcurrentJobs(named, JobSpec(rows=contests))
     times: dict[ChoiceName, list[Sequence[RowTimes]]] = {arm.name: [] for arm in arms}
     for ended in jobs.rounds(arms, least, max(least, most)) if contests else ():

@@ -250,7 +250,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         plan = _with_achieved(self.plan, rates)
         return plan.with_choice("graph", achieved_gbps=rates.get("graph"))
 
-    def settled(self, result: Verification) -> Target:
+    def settle(self, result: Verification) -> Target:
         """Return the plan with the rates of a comparison, and the winner as its choice.
 
         Variables that lose at some size have a note; those that lose no more have none.

@@ -102,7 +102,7 @@ def run_tuning(
     if best_plan is plan and best.chosen == first.recommended:
         best = first
     else:
-        best_plan = best_plan.settled(best)
+        best_plan = best_plan.settle(best)
     return best_plan, replace(best, tried=tried, notices=(*best.notices, *rejected))
 
 

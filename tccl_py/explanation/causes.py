@@ -112,7 +112,7 @@ class Prober:
         """Return the rate of exactly these flows, over all measurements of them."""
         transfers = transfer_set(flows)
         if transfers not in self._rates:
-            measurements = self.source.stored(transfers)
+            measurements = self.source.recall(transfers)
             if not measurements:
                 return self.again(flows)
             rows = zip(*(measurement.samples_gbps for measurement in measurements), strict=True)
@@ -129,7 +129,7 @@ class Prober:
         self.source.again(transfers)
         self.allowance.spend()
         self._rates.pop(transfers, None)
-        if len(self.source.stored(transfers)) == 1:
+        if len(self.source.recall(transfers)) == 1:
             self._note(transfers)
         return self.exact(flows)
 
@@ -148,9 +148,9 @@ class Prober:
         """Return the rate of these flows or of an image, without a measurement."""
         transfers = transfer_set(flows)
         image = transfers
-        if not self.source.stored(transfers):
+        if not self.source.recall(transfers):
             image = self._images.get(self.symmetry.key(flows), image)
-        return self.exact(image.flows) if self.source.stored(image) else None
+        return self.exact(image.flows) if self.source.recall(image) else None
 
     def slowest_alone(self, flows: Flows) -> Measurement:
         """Return the rate of the slowest flow, each alone."""

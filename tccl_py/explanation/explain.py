@@ -285,14 +285,14 @@ class _ClassExplainer:
 
     def _label(self, flows: Flows) -> object:
         """Return equal labels for sets with the same mechanisms and kinds of shared places."""
-        return _kinds(flows), tuple(shared.kind for shared in self._paths.shared(flows))
+        return _kinds(flows), tuple(shared.kind for shared in self._paths.find_shared(flows))
 
     def _suspects(self, flows: Flows) -> tuple[Shared, ...]:
         """Return the shared places, without those that equal mechanisms share unharmed."""
         alone = min(self.prober.best([flow]).rate_gbps for flow in flows)
         share = min(1.0, self.prober.best(flows).rate_gbps / alone)
         innocent = self._innocent(_kinds(flows), share**0.5)
-        shared = self._paths.shared(flows)
+        shared = self._paths.find_shared(flows)
         gpus = self._paths.busy(flows) if share < COLLAPSE else ()
         places = [place for place in (*gpus, *shared) if place.kind not in innocent]
         return tuple(places) or shared
@@ -313,7 +313,7 @@ class _ClassExplainer:
         return kinds_of_places
 
     def _uncached_kinds_of_places(self, flows: tuple[Flow, ...]) -> frozenset[str]:
-        places = (*self._paths.shared(flows), *self._paths.busy(flows))
+        places = (*self._paths.find_shared(flows), *self._paths.busy(flows))
         return frozenset(place.kind for place in places)
 
     def _remaining(self, causes: Causes) -> str:

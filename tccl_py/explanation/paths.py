@@ -76,7 +76,7 @@ class Paths:
         parts = {passing.part for passing in first} & {passing.part for passing in second}
         return len(parts) + len(first & second)
 
-    def shared(self, flows: Sequence[Flow]) -> tuple[Shared, ...]:
+    def find_shared(self, flows: Sequence[Flow]) -> tuple[Shared, ...]:
         """Return the parts of most of the flows, of two at least; nearest to the CPU first."""
         passings = [passing for flow in flows for passing in self.passes(flow)]
         counts = Counter(part for flow in flows for part in {way.part for way in self.passes(flow)})

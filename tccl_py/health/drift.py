@@ -70,7 +70,7 @@ class Drift(msgspec.Struct, frozen=True, kw_only=True):
     false_alarm_rate: float = FALSE_ALARM_RATE
 
     @property
-    def drifted(self) -> bool:
+    def has_drifted(self) -> bool:
         """True if anything changed."""
         return bool(self.changes or self.lost)
 
@@ -306,7 +306,7 @@ def prometheus_text(drift: Drift, labels: Mapping[str, str], *, now: float) -> s
     compared_sets = {row.transfers for row in drift.sets}
     flags += [(of_set(key), True) for key in drift.lost if key not in compared_sets]
     totals = (
-        ("drifted", "Whether rates differ from the plan's (1) or not (0).", drift.drifted),
+        ("drifted", "Whether rates differ from the plan's (1) or not (0).", drift.has_drifted),
         ("sets_compared", "Transfer sets that were compared.", len(drift.sets)),
         ("sets_lost", "Transfer sets that cannot be measured any more.", len(drift.lost)),
         ("false_alarm_rate", "Chance of an alarm on an unchanged machine, at most.",

@@ -107,7 +107,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     shared: bool = False
 
     @property
-    def needed(self) -> bool:
+    def is_needed(self) -> bool:
         """Return whether the file changes."""
         return self.before != self.after
 
@@ -154,7 +154,7 @@ def read_own(path: Path) -> bytes | None:
 def apply_change(change: Change) -> None:
     """Write or remove the file, whole or not at all, unless it has the bytes already."""
     sweep_beside(change.path)
-    if not change.needed:
+    if not change.is_needed:
         return
     with explain_errors(change.path, "cannot be changed", _RIGHT):
         content = change.path.read_bytes() if change.path.exists() else None

@@ -55,7 +55,7 @@ class CabledRing(msgspec.Struct, frozen=True, kw_only=True):
     complete: bool = False
 
     @property
-    def proven(self) -> bool:
+    def is_proven(self) -> bool:
         """Whether the ring reaches the bound."""
         return self.rate_gbps >= self.bound_gbps
 

@@ -65,7 +65,7 @@ class MergedRing(msgspec.Struct, frozen=True, kw_only=True):
     hosts: tuple[str, ...] = ()
 
     @property
-    def proven(self) -> bool:
+    def is_proven(self) -> bool:
         """Whether the ring reaches the bound."""
         return self.rate_gbps >= self.bound_gbps
 
@@ -140,7 +140,7 @@ def merge_with_switches(
     >>> leaves = [SwitchTree(name=x, hosts=(f"{x}0", f"{x}1"), uplink_gbps=12) for x in "ab"]
     >>> tree = SwitchTree(name="root", switches=tuple(leaves))
     >>> ring = merge_with_switches([there, back], {"a0": 0, "a1": 0, "b0": 1, "b1": 1}, tree)
-    >>> ring.hosts, ring.rate_gbps, ring.proven
+    >>> ring.hosts, ring.rate_gbps, ring.is_proven
     (('a0', 'b0', 'a1', 'b1'), 5.0, True)
 
     Raises SearchError: there is no ring.

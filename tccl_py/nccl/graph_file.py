@@ -99,7 +99,7 @@ def _graph(element: XmlElement, facts: VersionFacts) -> Graph:
         typeintra=_path_type(element, "typeintra"),
         typeinter=_path_type(element, "typeinter"),
         samechannels=element.integer("samechannels"),
-        channels=tuple(_channel(channel, facts) for channel in element.named("channel")),
+        channels=tuple(_channel(channel, facts) for channel in element.children_named("channel")),
         place=element.place,
     )
 
@@ -112,9 +112,9 @@ def _path_type(element: XmlElement, name: str) -> str:
 
 
 def _channel(element: XmlElement, facts: VersionFacts) -> Channel:
-    gpus = element.named("gpu")
+    gpus = element.children_named("gpu")
     return Channel(
         tuple(gpu.long("dev", facts.dev_base) for gpu in gpus),
-        tuple(net.long("dev", facts.dev_base) for net in element.named("net")),
+        tuple(net.long("dev", facts.dev_base) for net in element.children_named("net")),
         tuple(gpu.integer("rank") if "rank" in gpu.attributes else None for gpu in gpus),
     )

@@ -56,7 +56,7 @@ class XmlElement:
     place: str = ""
     children: list[XmlElement] = field(default_factory=list)
 
-    def named(self, name: str) -> list[XmlElement]:
+    def children_named(self, name: str) -> list[XmlElement]:
         """Return the children with this name."""
         return [child for child in self.children if child.name == name]
 

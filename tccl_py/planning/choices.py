@@ -258,7 +258,7 @@ def rate_own(task: Task, variables: Variables | None = None) -> SettingsSearch:
     settings = task.default_settings
     if task.own_rings is not None:
         # An installed NCCL is asked now: later the source may have the GPUs to itself.
-        asked = (kind for kind in (settings, *mechanisms(task)) if not task.unsound(kind))
+        asked = (kind for kind in (settings, *mechanisms(task)) if not task.find_unsound(kind))
         task.own_rings([of_transports(kind) for kind in asked])
     default, note = _default(task, settings)
     tried = [] if default is None else [default]
@@ -271,7 +271,7 @@ def rate_own(task: Task, variables: Variables | None = None) -> SettingsSearch:
             raise
         cancelled = True
     if not tried:
-        facts = task.unsound(settings)
+        facts = task.find_unsound(settings)
         why = f": {why_unsound(facts)}" if facts else ""
         raise SearchError(f"no settings of NCCL give every GPU a hop that can be measured{why}")
     best = _smallest(tried)
@@ -293,7 +293,7 @@ def _large_buffers(
     Where links keep default NCCL from a rate, they are the fewest variables.
     """
     if default is None:
-        few = _fewest(tried) if task.unsound(task.default_settings) else best
+        few = _fewest(tried) if task.find_unsound(task.default_settings) else best
         return None if few.settings == best.settings else few
     chunk = chunk_bytes(task.view(default.settings))
 
@@ -329,7 +329,7 @@ def _rate_well(task: Task, choice: Candidate) -> Candidate:
 
 def _default(task: Task, settings: Settings) -> tuple[Candidate | None, str]:
     """Rate NCCL as it runs without this project, with a note on anything special."""
-    if facts := task.unsound(settings):
+    if facts := task.find_unsound(settings):
         return None, why_unsound(facts)
     by_network, nccl = task.view(settings).by_network, task.own_choice(settings)
     unknown = "NCCL joins {} and {} over their NICs, at a rate that is not known"
@@ -425,7 +425,7 @@ def sound_gpus(task: Task) -> tuple[int, ...]:
     One after the other that has the most links which are not is left out.
     """
     gpus = task.gpus
-    while facts := task.over(gpus).unsound(task.default_settings):
+    while facts := task.over(gpus).find_unsound(task.default_settings):
         counts = Counter(gpu for fact in facts for gpu in (fact.one, fact.other))
         worst = max(counts, key=lambda gpu: (counts[gpu], gpu))
         gpus = tuple(gpu for gpu in gpus if gpu != worst)

@@ -68,7 +68,10 @@ def rail_tuples(
     tuples = list(dict.fromkeys(tuple(sorted(pair[0] for pair in pairs)) for pairs in pairings))
     for entered in tuples:
         for pairs in pairings:
-            for image in (_lead(entered, pairs), _lead(entered, [(b, a) for a, b in pairs])):
+            for image in (
+                _exits_of(entered, pairs),
+                _exits_of(entered, [(b, a) for a, b in pairs]),
+            ):
                 if image is not None and image not in tuples and len(tuples) < MANY_TUPLES:
                     tuples.append(image)
     return tuple(tuples)
@@ -84,7 +87,7 @@ def _even_tuples(rule: EvenUse, begun: Nics = ()) -> Iterator[Nics]:
             yield from _even_tuples(rule, (*begun, nic))
 
 
-def _lead(nics: Nics, pairs: Iterable[NicPair]) -> Nics | None:
+def _exits_of(nics: Nics, pairs: Iterable[NicPair]) -> Nics | None:
     """The exits of chains with these NIC pairs for rings that enter by `nics`; None if none fit."""
     remaining = sorted(pairs)
     out = []
@@ -147,7 +150,7 @@ class RingSearch(msgspec.Struct, frozen=True, kw_only=True):
             # With noise, chains with other NICs may do better than the best of all were thought to.
             bound_gbps=not_below(bound, float(ring.rate_gbps)),
             bound_assumptions=() if bound is None else tuple(dict.fromkeys(assumptions)),
-            order_bound_gbps=None if ring.proven else float(ring.bound_gbps),
+            order_bound_gbps=None if ring.is_proven else float(ring.bound_gbps),
         )
 
     def _free(self, best: Sequence[NicPairs], ceiling: float) -> Joined | None:

@@ -220,7 +220,7 @@ def journal_by_class(
             for place in chain([places[path.node_class]], partners):
                 source = PlacedSource(base, place)
                 for transfers in dict.fromkeys(sets):
-                    if transfers not in answers and (samples := source.stored(transfers)):
+                    if transfers not in answers and (samples := source.recall(transfers)):
                         answers[transfers] = samples
                 if not answers.keys().isdisjoint(sets):
                     break

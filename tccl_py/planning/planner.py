@@ -275,7 +275,7 @@ def choices_of(search: SettingsSearch, task: Task) -> Iterator[Choice]:
             settings=settings,
             rings=task.own_choice(settings).rings or None,
             note=search.note,
-            fails=failure_over(task.unsound(settings)),
+            fails=failure_over(task.find_unsound(settings)),
         )
     for name, choice in search.own.items():
         yield choice.as_choice(name, search.note if name == "default" else "")

@@ -70,7 +70,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     ends: Mapping[int, End]
 
-    def assumed(self, flow: Flow, nic: int) -> float | None:
+    def assumed_rate(self, flow: Flow, nic: int) -> float | None:
         """Return the rate of a flow by a NIC that cannot be measured; None for any other.
 
         What joins GPUs cannot take bytes through another GPU's memory.
@@ -110,9 +110,9 @@ class PlacedSource:
         """
         return [self._of_class(transfers, self._next)[0] for transfers in sets]
 
-    def stored(self, transfers: TransferSet) -> list[Measurement]:
+    def recall(self, transfers: TransferSet) -> list[Measurement]:
         """Return the samples that the bench has of a set, or its rates where all are assumed."""
-        return self._of_class(transfers, self._bench.stored)
+        return self._of_class(transfers, self._bench.recall)
 
     def _next(self, placed: TransferSet) -> Sequence[Measurement]:
         number = self._asked[placed]
@@ -166,7 +166,7 @@ class PlacedSource:
             flow: (gbps, way, nic)
             for flow in transfers.flows
             for way, nic in (("out", sending_nic(flow)), ("in", receiving_nic(flow)))
-            if nic is not None and (gbps := self.placement.assumed(flow, nic)) is not None
+            if nic is not None and (gbps := self.placement.assumed_rate(flow, nic)) is not None
         }
         users = Counter(ports[flow][1:] for flow in transfers.flows if flow in ports)
         return {flow: gbps / users[way, nic] for flow, (gbps, way, nic) in ports.items()}

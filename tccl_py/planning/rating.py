@@ -144,7 +144,7 @@ def write_directory(
                 rate_of_rings(plan, plan.orders, None, first)
             with closing(JournalFile(journal, first.header)) as copy:
                 for transfers in first.sets:
-                    for sample in first.stored(transfers):
+                    for sample in first.recall(transfers):
                         copy.append(sample)
         models = {name: bench.model for name, bench in zip(names, benches, strict=True)}
         files = table_files(tables)

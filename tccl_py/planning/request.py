@@ -149,7 +149,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
         """Return the task of searching some of the GPUs, of which no NCCL is asked."""
         return msgspec.structs.replace(self, gpus=gpus, own_rings=None)
 
-    def unsound(self, settings: Settings) -> tuple[LinkFact, ...]:
+    def find_unsound(self, settings: Settings) -> tuple[LinkFact, ...]:
         """Return the links that NCCL uses under these settings, and no plan may use."""
         return self.view(settings).unsound
 
@@ -181,7 +181,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
         """Return NCCL's own choice; only settings of transports change it."""
         plain = of_transports(settings)
         # A job over links that are not sound may hang.
-        if self.own_rings is not None and not self.unsound(plain):
+        if self.own_rings is not None and not self.find_unsound(plain):
             return self.own_rings([plain])[0]
         return default_choice(self.view(plain))
 
@@ -264,7 +264,7 @@ def task_for(
         p2p_level=pinned_level(request.pinned_env),
         **more,
     )
-    if task.p2p_level is not None and (facts := task.unsound(task.default_settings)):
+    if task.p2p_level is not None and (facts := task.find_unsound(task.default_settings)):
         fault = (
             f"{shell_text(request.pinned_env)} uses links that no plan may: {why_unsound(facts)}"
         )

@@ -245,7 +245,7 @@ def limit_gbps(source: BandwidthSource, rings: RingSet, *, assumed: bool) -> flo
 def measure_hops_alone(source: Bench, rings: RingSet) -> None:
     """Measure each hop of a ring set alone, where none was: by these `check` tells links apart."""
     hops = [transfer_set([flow]) for flow in dict.fromkeys(rings.flows.flows)]
-    if not any(source.stored(hop) for hop in hops):
+    if not any(source.recall(hop) for hop in hops):
         with suppress(MeasurementError):
             source.measure(hops)
 

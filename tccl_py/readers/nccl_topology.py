@@ -97,18 +97,18 @@ def _cpus_in_order(root: _Element) -> list[_Element]:
     """Return the `<cpu>` elements by numaid: NUMA node 1 is C1 on a machine that has all."""
     if root.tag != "system":
         fault = "is an NCCL graph (rings), not" if root.tag == "graphs" else "is no NCCL"
-        raise root.refused(f"{fault} topology", "give what NCCL_TOPO_DUMP_FILE wrote: <system>")
+        raise root.refusal(f"{fault} topology", "give what NCCL_TOPO_DUMP_FILE wrote: <system>")
     version = root.text("version")
     if version not in _VERSIONS:
-        raise root.refused(f"has version {version}", f"version {' or '.join(_VERSIONS)}")
+        raise root.refusal(f"has version {version}", f"version {' or '.join(_VERSIONS)}")
     cpus = list(root.only("cpu"))
     if len({cpu.attributes.get("host_hash", "") for cpu in cpus}) > 1:
-        raise root.refused("describes several hosts", "give the file of one host")
+        raise root.refusal("describes several hosts", "give the file of one host")
     numbered: dict[int, _Element] = {}
     for cpu in cpus:
         number = cpu.integer("numaid", least=-1)
         if numbered.setdefault(number, cpu) is not cpu:
-            raise cpu.refused(f"repeats numaid {number}", "every NUMA node stands once")
+            raise cpu.refusal(f"repeats numaid {number}", "every NUMA node stands once")
     return [cpu for _, cpu in sorted(numbered.items())]
 
 
@@ -126,7 +126,7 @@ def _number(devices: Sequence[_Device], right: str, most: int = 2**31 - 1) -> di
         names = [one.element.attributes.get("name") for one in (first, device)]
         again = not (first.bus_id or device.bus_id) and names[0] and names[0] == names[1]
         if first is not device and not again:
-            raise device.element.refused(f"repeats dev {number}", right)
+            raise device.element.refusal(f"repeats dev {number}", right)
     others_left.sort(key=lambda device: bus_order(device.bus_id) if device.bus_id else ())
     free = [index for index in range(len(devices)) if index not in numbered]
     numbered.update(zip(free, others_left, strict=False))
@@ -162,7 +162,7 @@ def _pci(pci: _Element, parent: str, numa: str) -> Iterator[PciBridge | _Device]
     """Yield the bridge or the devices of a `<pci>`, and what is below a bridge."""
     kind, bus_id, link = _kind(pci), normal_bus_id(pci.text("busid")), _link(pci)
     if bus_id is None:
-        raise pci.refused(f"has busid={shown(pci.text('busid'))}", "such as 0000:1a:00.0")
+        raise pci.refusal(f"has busid={shown(pci.text('busid'))}", "such as 0000:1a:00.0")
     if kind == "bridge":
         names = ("vendor", "device", "subsystem_vendor", "subsystem_device")
         ids = {n: pci.matching(n, _HEX, "hexadecimal such as 0x1000").lower() for n in names}
@@ -171,7 +171,7 @@ def _pci(pci: _Element, parent: str, numa: str) -> Iterator[PciBridge | _Device]
     elif kind == "gpu":
         elements = list(pci.only("gpu"))
         if len(elements) > 1:
-            raise elements[1].refused("is a second GPU at one bus id", "one <gpu> per <pci>")
+            raise elements[1].refusal("is a second GPU at one bus id", "one <gpu> per <pci>")
         if elements or pci.attributes.get("vendor", "").lower() in _GPU_VENDORS:
             element = elements[0] if elements else pci
             yield _Device(
@@ -195,7 +195,7 @@ def _kind(pci: _Element) -> Literal["bridge", "gpu", "nic", "nothing"]:
         return "nic"
     if not code and not tags:
         right = "dump the full one by a job with NCCL_TOPO_DUMP_FILE=box.xml"
-        raise pci.refused("has no class: a partial file, which NCCL itself fills in", right)
+        raise pci.refusal("has no class: a partial file, which NCCL itself fills in", right)
     if code.startswith("0x0680") or (not tags and not code.startswith("0x0604")):
         # NVLink switches and strangers: NCCL makes no device of the one and trims the other.
         pci.only_none()
@@ -209,7 +209,7 @@ def _link(pci: _Element) -> PciLink:
     gts = float(match[1]) if match else None
     if gts == 0 or (gts is None and speed not in _UNKNOWN_SPEEDS):
         right = 'a rate such as "16.0 GT/s PCIe", or "" if unknown'
-        raise pci.refused(f'has link_speed="{speed[:40]}"', right)
+        raise pci.refusal(f'has link_speed="{speed[:40]}"', right)
     width = pci.integer("link_width", most=255) if pci.attributes.get("link_width") else 0
     return PciLink(speed_gts=gts, width=width or None)
 
@@ -292,11 +292,11 @@ def _target(link: _Element, numa: str, by_bus_id: dict[str, str]) -> str | None:
         return device or "S0"
     if code.startswith(_GPU_CLASSES):
         if normal_bus_id(text) is None:
-            raise link.refused(f'has target="{text[:40]}"', "a bus id such as 0000:1a:00.0")
+            raise link.refusal(f'has target="{text[:40]}"', "a bus id such as 0000:1a:00.0")
         return device
     if code.startswith("0x0680"):
         return numa if code.startswith("0x068001") else "S0"
-    raise link.refused(f'has tclass="{code}"', "0x03.. (GPU), 0x068000 (switch) or 0x068001 (CPU)")
+    raise link.refusal(f'has tclass="{code}"', "0x03.. (GPU), 0x068000 (switch) or 0x068001 (CPU)")
 
 
 # XML as plain elements with line numbers: bounded, without entities, every fault a sentence.
@@ -309,7 +309,7 @@ class _Element:
     where: str
     children: list[_Element] = field(default_factory=list)
 
-    def refused(self, what: str, right: str) -> InputError:
+    def refusal(self, what: str, right: str) -> InputError:
         """Return the error that names this element."""
         return InputError(self.where, what, right)
 
@@ -317,7 +317,7 @@ class _Element:
         """Return an attribute; without a default a missing attribute is an InputError."""
         value = self.attributes.get(name, default)
         if value is None:
-            raise self.refused(f"has no {name}", f'write {name}="..."')
+            raise self.refusal(f"has no {name}", f'write {name}="..."')
         return value
 
     def integer(
@@ -330,14 +330,14 @@ class _Element:
         value = int(text, 0) if _INTEGER.fullmatch(text) else None
         if value is None or not least <= value <= most:
             right = f"an integer from {least} to {most}"
-            raise self.refused(f"has {name}={shown(text)}", right)
+            raise self.refusal(f"has {name}={shown(text)}", right)
         return value
 
     def matching(self, name: str, pattern: re.Pattern[str], meaning: str) -> str:
         """Return an attribute of this pattern, `meaning` in messages; "" if missing or empty."""
         value = self.attributes.get(name, "")
         if value and not pattern.fullmatch(value):
-            raise self.refused(f"has {name}={shown(value)}", meaning)
+            raise self.refusal(f"has {name}={shown(value)}", meaning)
         return value
 
     def only(self, *tags: str) -> Iterator[_Element]:
@@ -345,7 +345,7 @@ class _Element:
         for child in self.children:
             if child.tag not in tags:
                 allowed = ", ".join(f"<{tag}>" for tag in tags) or "nothing"
-                raise child.refused(f"is unknown inside <{self.tag}>", f"{allowed} can stand there")
+                raise child.refusal(f"is unknown inside <{self.tag}>", f"{allowed} can stand there")
             yield child
 
     def only_none(self) -> None:
@@ -370,16 +370,16 @@ def _parse_elements(text: str, *, where: str) -> _Element:
         element = _Element(tag=tag, attributes=attributes, where=place)
         if count > MAX_ELEMENTS:
             right = f"one machine has at most {MAX_ELEMENTS}"
-            raise element.refused(f"is element number {count}", right)
+            raise element.refusal(f"is element number {count}", right)
         if len(path) > MAX_DEPTH:
-            raise element.refused("is nested too deep", f"at most {MAX_DEPTH} levels")
+            raise element.refusal("is nested too deep", f"at most {MAX_DEPTH} levels")
         path[-1].children.append(element)
         path.append(element)
 
     def data(text: str) -> None:
         if text.strip():
             what = f"has the text {shown(' '.join(text.split()))} between its elements"
-            raise path[-1].refused(what, "everything is an attribute here")
+            raise path[-1].refusal(what, "everything is an attribute here")
 
     def refuse_type(*declared: object) -> None:  # noqa: ARG001
         # Entities can be declared in a document type only.

@@ -164,13 +164,13 @@ class _Matrix:
         match = _NVLINKED.fullmatch(self.cells[row][column])
         return int(match[1]) if match else 0
 
-    def joined(self, level: str) -> _Groups:
+    def group_by(self, level: str) -> _Groups:
         """Return groups of devices that relations of this level or nearer ones join."""
         pairs = combinations(range(len(self.labels)), 2)
         near = [pair for pair in pairs if self.relation(*pair) in _near(level)]
         return joined_groups(near, range(len(self.labels)))
 
-    def refused(self, row: int, column: int, relation: str, right: str) -> InputError:
+    def refusal(self, row: int, column: int, relation: str, right: str) -> InputError:
         """Return the error about the relation of two devices."""
         labels = f"{self.labels[row]} and {self.labels[column]}"
         return InputError(self.where, f"relates {labels} by {relation}", right)
@@ -200,7 +200,7 @@ def parse_nvidia_smi(text: str, *, where: str) -> tuple[Machine, Knowledge]:
     nic_names = {match[1]: match[2] for match in _NIC_NAME.finditer(text)}
     notes: list[str] = []
     nodes, bridges, parents = _tree(
-        matrix, {level: matrix.joined(level) for level in LEVELS[:-1]}, notes
+        matrix, {level: matrix.group_by(level) for level in LEVELS[:-1]}, notes
     )
     cpu, virtual = _cpu(text)
     nics = [row for row in range(len(matrix.labels)) if row not in matrix.gpus]
@@ -515,12 +515,12 @@ def _check_symmetry(matrix: _Matrix) -> None:
     for a, b in product(range(len(matrix.labels)), repeat=2):
         forth, back = matrix.cells[a][b], matrix.cells[b][a]
         if (forth == _SELF) != (a == b):
-            raise matrix.refused(a, b, forth, f"{_SELF} stands on the diagonal only")
+            raise matrix.refusal(a, b, forth, f"{_SELF} stands on the diagonal only")
         if matrix.nvlinks(a, b) and not {a, b} <= matrix.gpus.keys():
-            raise matrix.refused(a, b, "NVLinks", "NVLinks join GPUs")
+            raise matrix.refusal(a, b, "NVLinks", "NVLinks join GPUs")
         if forth != back:
             relation = f"{forth} one way, {back} the other"
-            raise matrix.refused(a, b, relation, "both ways are the same")
+            raise matrix.refusal(a, b, relation, "both ways are the same")
 
 
 def _near(level: str) -> tuple[str, ...]:
@@ -535,7 +535,7 @@ def _tree(
         for pair in (pair for group in groups for pair in combinations(group, 2)):
             if (relation := matrix.relation(*pair)) not in ("", *_near(level)):
                 words = f"{relation}, but others join them by {level} or nearer"
-                raise matrix.refused(*pair, words, "a PCI tree has no such relations")
+                raise matrix.refusal(*pair, words, "a PCI tree has no such relations")
     nodes: list[NumaNode] = []
     bridges: list[PciBridge] = []
     parents: dict[int, str] = {}

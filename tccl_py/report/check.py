@@ -91,6 +91,7 @@ def report_check(plan: Plan, found: Preflight, links: Proof | None) -> Checked:
         machine=plan_name(plan),
         sets_compared=len(drift.sets),
         changes=tuple(changes),
+        drifted=drift.has_drifted,
         lost={str(transfers): why for transfers, why in drift.lost.items()},
         seconds=found.seconds if found.arm else drift.seconds,
         links=UNSET if links is None else links,

@@ -199,7 +199,7 @@ class RingSetSearch:
         return self.count * min(self._relaxation_bound, max(queued, self._discarded_bound))
 
     @property
-    def contradicted(self) -> bool:
+    def is_contradicted(self) -> bool:
         """Whether a measured ring set is faster than its bound, so that an assumption is false."""
         allowed = 1 + DIFFERENCE + 6 * self._incumbent.error
         return any(
@@ -209,7 +209,7 @@ class RingSetSearch:
         )
 
     @property
-    def ended(self) -> bool:
+    def is_over(self) -> bool:
         """Whether no set of this many rings can beat the incumbent, as far as bounds tell."""
         return self.bound_gbps <= self.count * self._enough
 

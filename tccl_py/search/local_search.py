@@ -48,7 +48,7 @@ class LocalSearch:
         self._seen: set[Hops] = set()
 
     @property
-    def ended(self) -> bool:
+    def is_over(self) -> bool:
         """Whether enough was measured, or nothing new is near."""
         spent = self._evaluator.sets_measured
         idle = spent - max(self._begun, self._incumbent.improved_at)
@@ -60,7 +60,7 @@ class LocalSearch:
         if best is not None and best.index is self._index and len(best.sequences) == count:
             self._climb(best.sequences)
         rest = range(1, len(self._index.gpus))
-        while not self.ended:
+        while not self.is_over:
             self._looks += 1
             orders = ((0, *self._random.sample(rest, len(rest))) for _ in range(count))
             rings = tuple(sorted(self._ring(order, {}) for order in orders))
@@ -69,7 +69,7 @@ class LocalSearch:
 
     def _climb(self, rings: Sequences) -> None:
         rate, sideways, near = self._rate(rings), 0, self._near(rings)
-        while not self.ended and (rings := next(near, ())):
+        while not self.is_over and (rings := next(near, ())):
             self._looks += 1
             hops = chain_hops(rings)
             if self._bounds.bound(hops) < rate:

@@ -361,7 +361,7 @@ def _search_all_counts(run: Run, indices: dict[int, HopIndex]) -> list[RingSetSe
 
 
 def _search_locally(run: Run, search: RingSetSearch, idle_sets: float, *, seed: int = 0) -> None:
-    if search.ended:
+    if search.is_over:
         return
     LocalSearch(
         search.index,
@@ -394,7 +394,7 @@ def _holds(run: Run, searches: Sequence[RingSetSearch]) -> bool:
     chance = random.Random(0)  # a resumed plan draws the same
     for search in searches:
         _offer_drawn(run, search.count, chance)
-        if search.contradicted:
+        if search.is_contradicted:
             return False
     bounding = [(search.index, hops) for search in searches for hops in search.bounds.learned]
     chance.shuffle(bounding)

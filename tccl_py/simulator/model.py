@@ -235,7 +235,7 @@ class Figures:
         assert base is not None  # checked when the model was read
         return base * figure.scale * math.prod(self._values[name] for name in figure.times)
 
-    def assumed(self, figure: Figure) -> bool:
+    def is_assumed(self, figure: Figure) -> bool:
         """Return whether nobody measured or published the figure for this machine."""
         names = {figure.parameter, *figure.times}
         return figure.provenance == "assumed" or bool(names & self._assumed)

@@ -341,4 +341,4 @@ def _bounds(
         share = rule.members[role.member].each
         if share is not None:
             bounds.append({flow: 1.0 / figures.value(share)})
-    return bounds, any(figures.assumed(figure) for figure in used)
+    return bounds, any(figures.is_assumed(figure) for figure in used)

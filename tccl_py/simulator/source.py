@@ -98,7 +98,7 @@ class Engine:
         self.figures = Figures(parameters)
         self._uses = {flow: self._cap(flow, use) for flow, use in self._uses.items()}
         self._values = [
-            {name: (self.figures.value(x), self.figures.assumed(x)) for name, x in given.items()}
+            {name: (self.figures.value(x), self.figures.is_assumed(x)) for name, x in given.items()}
             for given in map(figures_in, self.model.capacities)
         ]
 
@@ -140,7 +140,7 @@ class Engine:
                 if leg.executor != "nic"
             ),
             cap=min((bent(x, self.figures, alone[n]) for n, x in limits), default=math.inf),
-            cap_assumed=any(self.figures.assumed(figure) for figure in figures),
+            cap_assumed=any(self.figures.is_assumed(figure) for figure in figures),
         )
 
     def _executor_bounds(self, uses: list[Use]) -> list[Bound]:
@@ -234,7 +234,7 @@ class Engine:
         size = self.figures.value(cache.cache_mib)
         used = (cache.cache_mib, cache.write, cache.read)
         shares = {place: min(1.0, size / mib) for place, mib in footprints.items()}
-        return shares, any(self.figures.assumed(figure) for figure in used)
+        return shares, any(self.figures.is_assumed(figure) for figure in used)
 
 
 def _sides(

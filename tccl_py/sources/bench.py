@@ -240,7 +240,7 @@ class Bench:
         """All sets with samples."""
         return iter({**self._stored, **self._new})
 
-    def stored(self, transfers: TransferSet) -> tuple[Measurement, ...]:
+    def recall(self, transfers: TransferSet) -> tuple[Measurement, ...]:
         """Return the samples of a set, without a measurement."""
         return (*self._stored.get(transfers, ()), *self._new.get(transfers, ()))
 
@@ -269,7 +269,7 @@ class Bench:
         for key in missing:
             self._refuse_unless(self.has_time())
             self.again(key)
-        return [self.stored(key)[0] for key in keys]
+        return [self.recall(key)[0] for key in keys]
 
     def sample(self, transfers: TransferSet, number: int) -> Measurement:
         """Return a set's sample of this number, from memory or, if it is the next, by the source.
@@ -277,10 +277,10 @@ class Bench:
         The set counts once for `limited`. Raises errors as `measure`.
         """
         self._ask([transfers], number)
-        while number >= len(self.stored(transfers)):
+        while number >= len(self.recall(transfers)):
             self._refuse_unless(self.has_time())
             self.again(transfers)
-        return self.stored(transfers)[number]
+        return self.recall(transfers)[number]
 
     def samples(self, transfers: TransferSet, count: int) -> Sequence[Measurement]:
         """Return a set's first samples, as `sample` does, or fewer if the time is up."""
@@ -328,7 +328,7 @@ class Bench:
             self._refuse_unless(self._allowance.covers(len(new)) and self.has_time())
         self._asked |= new
         self._allowance.spend(len(new))
-        missing = [key for key in keys if number >= len(self.stored(key))]
+        missing = [key for key in keys if number >= len(self.recall(key))]
         self.sets_remembered += len(keys) - len(missing)
         self._is_begun |= not new.issubset(missing)
         return list(dict.fromkeys(missing))
@@ -461,7 +461,7 @@ class Bench:
         else:
             journal = self._journal = JournalFile(path, self.header, replace=replace)
         self._stored = journal.measurements
-        self._of_source("resume", lambda _: None)(lambda key: len(self.stored(key)))
+        self._of_source("resume", lambda _: None)(lambda key: len(self.recall(key)))
         return journal.notices
 
     def watch(self, on_set: Callable[[int], None]) -> None:

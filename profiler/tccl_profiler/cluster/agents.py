@@ -387,9 +387,9 @@ class ClusterPool:
             self._agents.give_up(hosts)
             raise
         ran = {host: say.result_of(Agent.run, host, answer) for host, answer in answers.items()}
-        return self.judged(ran, spec)
+        return self.judge(ran, spec)
 
-    def judged(self, ran: Mapping[str, Ran], spec: RunSpec) -> tuple[list[RunResult], bool]:
+    def judge(self, ran: Mapping[str, Ran], spec: RunSpec) -> tuple[list[RunResult], bool]:
         """Return the results of all hosts and whether a release was late; adapt `ahead_ns`."""
         earliest_ns = min(early for host in ran.values() for early in host.early_ns)
         took_ns = self.ahead_ns - earliest_ns
