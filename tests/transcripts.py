@@ -192,7 +192,7 @@ def _shown(out, err, code):
 
 def _in_few_lines(value, indent=1):
     """JSON in few lines; of lists of objects the first two."""
-    text = json.dumps(value, ensure_ascii=False)
+    text = _TAKEN.sub(r"\1N", json.dumps(value, ensure_ascii=False))
     nested = isinstance(value, list | dict) and any(
         isinstance(one, list | dict) and one
         for one in (value.values() if isinstance(value, dict) else value)
