@@ -33,7 +33,7 @@ def absent(job, task):
 
 
 STAND_INS = {
-    name: Means(name, ("all_reduce",), prepare, p2p=False)
+    name: Means(("all_reduce",), prepare, p2p=False)
     for name, prepare in {"hangs": hangs, "wrong": wrong, "absent": absent}.items()
 }
 

@@ -7,11 +7,11 @@ and set: no CPU takes part in a transfer. On CPUs the same transfers run in prog
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from tccl_py.delivery.placement import prefer_numa_node
@@ -41,20 +41,14 @@ class Segments:
         if nodes:
             # Where Linux refuses it, the memory is on the node of this rank's CPU.
             prefer_numa_node(nodes[on.rank])
-        file, bytes_ = os.memfd_create("tccl-slots"), self._states + SLOTS * size
-        os.ftruncate(file, bytes_)
-        own = mmap.mmap(file, bytes_)
-        on.torch.frombuffer(own, dtype=on.torch.uint8).zero_()
-        places: list[tuple[int, int]] = [(0, 0)] * on.world
-        on.dist.all_gather_object(places, (os.getpid(), file))
-        self._maps = []
-        for rank, (process, number) in enumerate(places):
-            path = f"/proc/{process}/fd/{number}"
-            with open(path, "r+b", buffering=0) as other:  # noqa: PTH123 (a descriptor)
-                self._maps.append(own if rank == on.rank else mmap.mmap(other.fileno(), bytes_))
-        self._bytes = [on.torch.frombuffer(one, dtype=on.torch.uint8) for one in self._maps]
-        self._words = [memoryview(one).cast("I") for one in self._maps]
-        self._devices = [self._register(one) for one in self._bytes]
+        file, most = os.memfd_create("tccl-slots"), self._states + SLOTS * size
+        os.ftruncate(file, most)
+        path, paths = f"/proc/{os.getpid()}/fd/{file}", [""] * on.world
+        mapped = partial(on.torch.from_file, shared=True, size=most, dtype=on.torch.uint8)
+        mapped(path).zero_()
+        on.dist.all_gather_object(paths, path)
+        self._bytes = list(map(mapped, paths))
+        self._devices = list(map(self._register, self._bytes))
         on.dist.barrier()
         os.close(file)
 
@@ -62,14 +56,16 @@ class Segments:
         """Pin memory; return its address for the device."""
         if self._driver is None:
             return 0
-        runtime, address = self._on.torch.cuda.cudart(), memory.data_ptr()
-        code = int(runtime.cudaHostRegister(address, memory.numel(), _MAPPED_PORTABLE))
-        _check(code, "cudaHostRegister")
-        device = ctypes.c_uint64()
-        code = self._driver.cuMemHostGetDevicePointer_v2(
-            ctypes.byref(device), ctypes.c_void_p(address), 0
+        runtime, address, device = (
+            self._on.torch.cuda.cudart(),
+            memory.data_ptr(),
+            ctypes.c_uint64(),
         )
-        _check(code, "cuMemHostGetDevicePointer")
+        _check(
+            runtime.cudaHostRegister(address, memory.numel(), _MAPPED_PORTABLE), "cudaHostRegister"
+        )
+        place = ctypes.byref(device), ctypes.c_void_p(address), 0
+        _check(self._driver.cuMemHostGetDevicePointer_v2(*place), "cuMemHostGetDevicePointer")
         return device.value
 
     def slot(self, writer: int, number: int, like: Any) -> Any:
@@ -82,27 +78,27 @@ class Segments:
         """Wait in the current stream until a buffer has a state."""
         at = (number * self._on.world + reader) * _APART
         if self._driver is not None:
-            self._operate(self._driver.cuStreamWaitValue32_v2, writer, at, state, _EQUAL)
-        while self._driver is None and self._words[writer][at // 4] != state:
+            self._operate("cuStreamWaitValue32_v2", writer, at, state, _EQUAL)
+        while self._driver is None and self._bytes[writer][at] != state:
             time.sleep(0)
 
     def set(self, writer: int, number: int, reader: int, state: int) -> None:
         """Set the state of a buffer in the current stream, after what the stream has written."""
         at = (number * self._on.world + reader) * _APART
         if self._driver is not None:
-            self._operate(self._driver.cuStreamWriteValue32_v2, writer, at, state, 0)
+            self._operate("cuStreamWriteValue32_v2", writer, at, state, 0)
         else:
-            self._words[writer][at // 4] = state
+            self._bytes[writer][at] = state
 
-    def _operate(self, function: Any, writer: int, at: int, state: int, flags: int) -> None:
+    def _operate(self, name: str, writer: int, at: int, state: int, flags: int) -> None:
         stream = ctypes.c_void_p(self._on.torch.cuda.current_stream().cuda_stream)
         address = ctypes.c_uint64(self._devices[writer] + at)
-        _check(function(stream, address, ctypes.c_uint32(state), flags), function.__name__)
+        _check(getattr(self._driver, name)(stream, address, ctypes.c_uint32(state), flags), name)
 
 
-def _check(code: int, what: str) -> None:
-    if code:
-        raise MeasurementError(f"{what} gives CUDA error {code}")
+def _check(code: Any, what: str) -> None:
+    if int(code):
+        raise MeasurementError(f"{what} gives CUDA error {int(code)}")
 
 
 class Copies:

@@ -34,7 +34,6 @@ ROW_S = 20.0
 """Seconds after which a row hangs: its calls take a second at most."""
 _MOST_CALLS, _MOST_BYTES = 20, 128 * MIB
 """Calls that follow each other in a batch, and the bytes of their buffers."""
-_TRANSFERS: tuple[Collective, ...] = ("send", "send_recv", "all_gather")
 
 
 def calls_in_batch(row: Row) -> int:
@@ -65,21 +64,26 @@ class Task(NamedTuple):
     @property
     def ends(self) -> Ends:
         """Return the ranks that this rank sends to, and those that it receives from."""
-        ranks, place, world = self.on.members, self.on.place, self.on.world
+        ranks, place = self.on.members, self.on.place
         others = [*ranks[place + 1 :], *ranks[:place]]
-        if self.row.collective == "all_gather":
+        if self.gathers:
             return others, others
-        to, of = others[:1], others[-1:]
-        if self.row.collective == "send":
-            to, of = (to if place == 0 else []), (of if place == 1 else [])
-        return (to, of) if world > 1 else ([], [])
+        one_way = self.row.collective == "send"
+        return others[: place == 0 or not one_way], others[-1:] * (place == 1 or not one_way)
 
     def block(self, received: Any, writer: int) -> Any:
         """Return where a received buffer has what a rank sends."""
-        if self.row.collective != "all_gather":
-            return received
-        first = self.on.members.index(writer) * self.tensors.length
-        return received[first : first + self.tensors.length]
+        first, length = self.on.members.index(writer) * self.tensors.length, self.tensors.length
+        return received[first : first + length] if self.gathers else received
+
+    def each(self, call: Call) -> list[Call]:
+        """Return a call of each sent and received buffer."""
+        return [partial(call, *pair) for pair in zip(self.sent, self.received, strict=True)]
+
+    @property
+    def gathers(self) -> bool:
+        """Return whether each rank has a block of what is received."""
+        return self.row.collective == "all_gather"
 
 
 class Job:
@@ -148,9 +152,8 @@ Prepare = Callable[[Job, Task], Sequence[Call] | None]
 
 
 class Means(NamedTuple):
-    """A means: its name in words, what it can do, and whether it needs P2P between all GPUs."""
+    """A means: the collectives that it can do, and whether it needs P2P between all GPUs."""
 
-    words: str
     collectives: tuple[Collective, ...]
     prepare: Prepare
     p2p: bool = True
@@ -170,34 +173,37 @@ def _nccl(_: Job, task: Task) -> Sequence[Call]:
 
 
 def _one_shot(job: Job, task: Task) -> Sequence[Call]:
-    buffer, _ = job.symmetric
-    reduce, group = _operation(job, "one_shot_all_reduce_copy_out")
-    part = buffer[: task.tensors.length]
-    pairs = zip(task.sent, task.received, strict=True)
-    return [partial(reduce, part, sent, "sum", group, received) for sent, received in pairs]
+    part, operations, group = _symmetric(job, task)
+
+    def call(sent: Any, received: Any) -> None:
+        operations.one_shot_all_reduce_copy_out(part, sent, "sum", group, received)
+
+    return task.each(call)
 
 
-def _operation(job: Job, name: str) -> tuple[Any, str]:
-    """Return an operation of torch's symmetric memory, and the name of its group."""
-    return getattr(job.on.torch.ops.symm_mem, name), job.on.dist.group.WORLD.group_name
+def _symmetric(job: Job, task: Task) -> tuple[Any, Any, str]:
+    """Return a row's part of symmetric memory, torch's operations on it, and its group."""
+    part = job.symmetric[0][: task.tensors.length]
+    return part, job.on.torch.ops.symm_mem, job.on.dist.group.WORLD.group_name
 
 
 def _reduced_in_place(operation: str) -> Prepare:
     """Return how an operation is prepared whose buffer is copied into and out of, as vLLM does."""
 
-    def prepare(job: Job, task: Task) -> Sequence[Call]:
-        buffer, handle = job.symmetric
-        if operation == "multimem_all_reduce_" and not handle.multicast_ptr:
+    def prepare(job: Job, task: Task) -> Sequence[Call] | None:
+        part, operations, group = _symmetric(job, task)
+        if operation == "multimem_all_reduce_" and not job.symmetric[1].multicast_ptr:
             refuse("NVLink has no multicast here")
-        reduce, group = _operation(job, operation)
-        part = buffer[: task.tensors.length]
+        if task.row.bytes % (16 * task.on.world):
+            return None
+        reduce = getattr(operations, operation)
 
         def call(sent: Any, received: Any) -> None:
             part.copy_(sent)
             reduce(part, "sum", group)
             received.copy_(part)
 
-        return [partial(call, *pair) for pair in zip(task.sent, task.received, strict=True)]
+        return task.each(call)
 
     return prepare
 
@@ -213,7 +219,8 @@ def _peer_copies(job: Job, task: Task) -> Sequence[Call]:
             other = handle.get_buffer(reader, (size,), buffer.dtype, at)
             return task.block(other, job.on.rank)
 
-        _keep_own(task, sent, received)
+        if task.gathers:
+            task.block(received, job.on.rank).copy_(sent)
         job.copies.to_peers(task.ends, sent, place_at)
 
     return [partial(call, *of) for of in zip(first, task.sent, task.received, strict=True)]
@@ -221,16 +228,11 @@ def _peer_copies(job: Job, task: Task) -> Sequence[Call]:
 
 def _host_copies(job: Job, task: Task) -> Sequence[Call]:
     def call(sent: Any, received: Any) -> None:
-        _keep_own(task, sent, received)
+        if task.gathers:
+            task.block(received, job.on.rank).copy_(sent)
         job.copies.through_host(task.ends, sent, partial(task.block, received))
 
-    return [partial(call, *pair) for pair in zip(task.sent, task.received, strict=True)]
-
-
-def _keep_own(task: Task, sent: Any, received: Any) -> None:
-    """Copy the part of a gather that is this rank's own."""
-    if task.row.collective == "all_gather":
-        task.block(received, task.on.rank).copy_(sent)
+    return task.each(call)
 
 
 def _vllm(job: Job, task: Task) -> Sequence[Call] | None:
@@ -258,21 +260,17 @@ def _flashinfer(job: Job, task: Task) -> Sequence[Call] | None:
     return [partial(call, at) for at in range(len(task.sent))]
 
 
+_REDUCES: tuple[Collective, ...] = ("all_reduce",)
+_MOVES: tuple[Collective, ...] = ("send", "send_recv", "all_gather")
 MEANS: dict[str, Means] = {
-    NCCL: Means("NCCL", ("all_reduce", *_TRANSFERS), _nccl, p2p=False),
-    "one-shot": Means("torch's one-shot all-reduce", ("all_reduce",), _one_shot),
-    "two-shot": Means(
-        "torch's two-shot all-reduce", ("all_reduce",), _reduced_in_place("two_shot_all_reduce_")
-    ),
-    "multimem": Means(
-        "torch's multicast all-reduce", ("all_reduce",), _reduced_in_place("multimem_all_reduce_")
-    ),
-    "vllm": Means("vLLM's custom all-reduce", ("all_reduce",), _vllm),
-    "flashinfer": Means("FlashInfer's all-reduce", ("all_reduce",), _flashinfer),
-    "peer-copies": Means("copy engines to the peer", _TRANSFERS, _peer_copies),
-    "host-copies": Means(
-        "copy engines through pinned host memory", _TRANSFERS, _host_copies, p2p=False
-    ),
+    NCCL: Means((*_REDUCES, *_MOVES), _nccl, p2p=False),
+    "one-shot": Means(_REDUCES, _one_shot),
+    "two-shot": Means(_REDUCES, _reduced_in_place("two_shot_all_reduce_")),
+    "multimem": Means(_REDUCES, _reduced_in_place("multimem_all_reduce_")),
+    "vllm": Means(_REDUCES, _vllm),
+    "flashinfer": Means(_REDUCES, _flashinfer),
+    "peer-copies": Means(_MOVES, _peer_copies),
+    "host-copies": Means(_MOVES, _host_copies, p2p=False),
 }
 """The means by name. To add one, add a function that prepares it, and its row here."""
 

@@ -24,7 +24,7 @@ _KINDS: dict[str, tuple[Collective, str, range]] = {
     "tensor-parallel-decode": ("all_reduce", "graph", range(4 << 10, (1 << 20) + 1)),
     "pipeline": ("send", "eager", range(64 << 10, (256 << 20) + 1)),
 }
-"""The calls that a bundled workload is about: their collective, mode and sizes in bytes."""
+"""The calls that a bundled workload is about: collective, mode and sizes in bytes."""
 
 
 class Published(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -75,7 +75,8 @@ def means_lines(workload: str, links: Links, table: MeansTable | None) -> Lines:
     rows = [
         row
         for row in (table.rows if table is not None else ())
-        if row.kind == (collective, mode, False) and row.bytes in sizes
+        if (row.collective, row.mode) == (collective, mode) and row.bytes in sizes
+        if not row.beside_gemm
     ]
     if table is None or not rows:
         yield from _published(collective, links)
@@ -84,9 +85,10 @@ def means_lines(workload: str, links: Links, table: MeansTable | None) -> Lines:
     dry = " (a DRY RUN over gloo)" * table.dry_run
     for name, same in groupby(rows, key=lambda row: row.best):
         yield "By size", f"{_span_words(list(same), name)}, measured here{dry}"
-    if step := table.workloads.get(workload):
-        of_nccl = step.default_s and f", {step.default_s * 1e3:.2f} ms by default NCCL"
-        yield "A step", f"{step.best_s * 1e3:.2f} ms by the best means of each size{of_nccl or ''}"
+    if workload in table.workloads:
+        best, default = table.workloads[workload]
+        of_nccl = f", {default * 1e3:.2f} ms by default NCCL" if default else ""
+        yield "A step", f"{best * 1e3:.2f} ms by the best means of each size{of_nccl}"
     most = max(rows, key=lambda row: (row.default_us or 0) - row.best_us).best
     if collective == "all_reduce" and not table.dry_run:
         flags = _known().flags[NCCL if most.startswith(NCCL) else most]

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, pairwise, permutations
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, permutations
 from statistics import geometric_mean, median
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
 
 from tccl_py.errors import MeasurementError, require
-from tccl_py.experiments.collectives import Collective
+from tccl_py.experiments.collectives import COLLECTIVE_WORDS, Collective
 from tccl_py.experiments.comparison import row_seconds
 from tccl_py.experiments.jobs import Arm, Launcher, Outcome, round_order
 from tccl_py.experiments.means import HANGS, MEANS, NCCL, Means
 from tccl_py.experiments.spec import GEMM, KIB, MIB, Groups, JobSpec, Row, rows_of
 from tccl_py.experiments.target import Target
+from tccl_py.experiments.trade_offs import at_size
 from tccl_py.files import pick, says
 from tccl_py.model.measurement import Backend
 from tccl_py.plan.chains import sender_nodes
@@ -32,13 +34,7 @@ DEADLINE_S = 60.0
 AFTER_HANG_S = 3.0
 AS_GOOD = 0.02
 """A means has to beat default NCCL by this share."""
-_REDUCED = tuple(KIB << shift for shift in range(0, 17, 2))
-_SENT = tuple(64 * KIB << shift for shift in range(0, 13, 2))
-_GATHERED = tuple(64 * KIB << shift for shift in range(0, 11, 2))
 _LARGEST_DRY = MIB
-
-Kind = tuple[Collective, str, bool]
-"""A collective, its mode, and whether a GEMM runs beside it."""
 
 
 class MeansRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -53,32 +49,13 @@ class MeansRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     best_us: float
     default_us: Annotated[float | None, says("by default NCCL; null where it is out")]
     us: Annotated[dict[str, float], says("of a call, by means")]
-    gemm: Annotated[
-        dict[str, float], says("how many times as long the GEMM takes as alone, by means")
-    ]
+    gemm: Annotated[dict[str, float], says("times as long as alone the GEMM takes, by means")]
 
     @property
-    def kind(self) -> Kind:
-        """Return what rows of different sizes have in common."""
-        return self.collective, self.mode, self.beside_gemm
-
-
-class Regret(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One means for all sizes of a kind of rows, beside the best of each."""
-
-    collective: Collective
-    mode: str
-    beside_gemm: bool
-    name: Annotated[str, says("the means")]
-    mean: Annotated[float, says("share of time lost, over the sizes")]
-    worst: Annotated[float, says("share of time lost at its worst size")]
-
-
-class StepByMeans(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Communication of a bundled workload in a step, from the rows' times between sizes."""
-
-    best_s: Annotated[float, says("each call by the best means of its size")]
-    default_s: Annotated[float | None, says("by default NCCL")]
+    def kind(self) -> str:
+        """Return in words what rows of different sizes have in common."""
+        mode = " in a CUDA graph" * (self.mode == "graph") + " beside a GEMM" * self.beside_gemm
+        return COLLECTIVE_WORDS[self.collective] + mode
 
 
 class MeansTable(Kept, frozen=True, kw_only=True):
@@ -89,8 +66,14 @@ class MeansTable(Kept, frozen=True, kw_only=True):
     gpus: tuple[int, ...]
     backend: Backend
     rows: tuple[MeansRow, ...]
-    regrets: tuple[Regret, ...]
-    workloads: Annotated[dict[str, StepByMeans], says("bundled ones whose calls were timed")]
+    regrets: Annotated[
+        dict[str, dict[str, tuple[float, float]]],
+        says("share of time lost by one means for all sizes of a kind: on average, at worst"),
+    ]
+    workloads: Annotated[
+        dict[str, tuple[float, float | None]],
+        says("seconds of a bundled step by the best means of each size, and by default NCCL"),
+    ]
     out: Annotated[dict[str, str], says("means that cannot run, hang or give wrong values: why")]
     environments: Annotated[dict[str, dict[str, str]], says("NCCL's variables of a means")]
     rounds: Annotated[int, says("jobs of each means")]
@@ -121,18 +104,21 @@ def means_rows(world: int, sizes: Sequence[int] | None = None) -> tuple[Row, ...
     """
     pairs = tuple((first, first + 1) for first in range(0, world - 1, 2))
 
-    def rows(
-        all_sizes: Iterable[int], name: Collective, groups: Groups = (), mode: str = "eager"
-    ) -> Iterator[Row]:
-        wanted = [size for size in all_sizes if sizes is None or size in sizes]
-        for row in rows_of(wanted, (name,), "bfloat16", groups=(groups,)):
-            yield replace(row, mode=mode)
+    def rows(first: int, count: int, name: Collective, groups: Groups = ()) -> Iterator[Row]:
+        wanted = (first << shift for shift in range(0, 2 * count, 2))
+        kept = [size for size in wanted if sizes is None or size in sizes]
+        for row in rows_of(kept, (name,), "bfloat16", groups=(groups,)):
+            yield replace(row, mode="eager")
 
-    reduced = [*rows(_REDUCED, "all_reduce", mode="graph"), *rows(_REDUCED, "all_reduce")]
-    sent = [*rows(_SENT, "send", pairs)]
-    beside = [replace(row, beside=(GEMM,)) for row in sent]
-    both = rows(_SENT, "send_recv", pairs)
-    return *reduced, *sent, *beside, *both, *rows(_GATHERED, "all_gather")
+    reduced, sent = [*rows(KIB, 9, "all_reduce")], [*rows(64 * KIB, 7, "send", pairs)]
+    return (
+        *(replace(row, mode="graph") for row in reduced),
+        *reduced,
+        *sent,
+        *(replace(row, beside=(GEMM,)) for row in sent),
+        *rows(64 * KIB, 7, "send_recv", pairs),
+        *rows(64 * KIB, 6, "all_gather"),
+    )
 
 
 def measure_means(
@@ -151,7 +137,7 @@ def measure_means(
     """
     begun, dry = time.monotonic(), launcher.backend == "host"
     if dry and sizes is None:
-        sizes = [size for size in _REDUCED if size <= _LARGEST_DRY]
+        sizes = range(_LARGEST_DRY + 1)
     rows = means_rows(launcher.world, sizes)
     require(rows, "`sizes`", "has no size of a row", "leave it out")
     contenders = _contenders(target, known, rows)
@@ -181,19 +167,16 @@ def measure_means(
         raise MeasurementError(f"no means gave right values: {why}")
     table = tuple(_rows_of_table(rows, sound))
     ranks = next(iter(sound.values()))[0].results
+    nccl = [each for each in contenders if each.spec.means == NCCL]
     return MeansTable(
         machine=plan_name(target.plan),
         gpus=target.gpus,
         backend=launcher.backend,
         rows=table,
-        regrets=tuple(_regrets(table)),
+        regrets=_regrets(table),
         workloads=dict(_workloads(table, launcher.world)),
         out=out,
-        environments={
-            each.name: launcher.variables(each.arm)
-            for each in contenders
-            if each.spec.means == NCCL
-        },
+        environments={each.name: launcher.variables(each.arm) for each in nccl},
         rounds=max(map(len, sound.values())),
         versions={"torch": ranks[0].torch, "nccl": ranks[0].nccl},
         devices=tuple(rank.device for rank in ranks),
@@ -281,51 +264,33 @@ def _rows_of_table(
         )
 
 
-def kinds_of(rows: Iterable[MeansRow]) -> dict[Kind, list[MeansRow]]:
-    """Return the rows of each kind, by size."""
-    kinds: dict[Kind, list[MeansRow]] = {}
-    for row in sorted(rows, key=lambda row: row.bytes):
-        kinds.setdefault(row.kind, []).append(row)
-    return kinds
-
-
-def _regrets(rows: Sequence[MeansRow]) -> Iterator[Regret]:
-    """Yield what each means that has all sizes of a kind loses where it is taken for all."""
-    for (collective, mode, beside_gemm), same in kinds_of(rows).items():
+def _regrets(rows: Sequence[MeansRow]) -> dict[str, dict[str, tuple[float, float]]]:
+    """Return what each means that has all sizes of a kind loses where it is taken for all."""
+    regrets: dict[str, dict[str, tuple[float, float]]] = {}
+    for kind in dict.fromkeys(row.kind for row in rows):
+        same = [row for row in rows if row.kind == kind]
         for name in same[0].us:
             if all(name in row.us for row in same):
                 lost = [row.us[name] / min(row.us.values()) for row in same]
-                yield Regret(
-                    collective=collective,
-                    mode=mode,
-                    beside_gemm=beside_gemm,
-                    name=name,
-                    mean=geometric_mean(lost) - 1,
-                    worst=max(lost) - 1,
-                )
+                of_kind = regrets.setdefault(kind, {})
+                of_kind[name] = geometric_mean(lost) - 1, max(lost) - 1
+    return regrets
 
 
-def _workloads(rows: Sequence[MeansRow], world: int) -> Iterator[tuple[str, StepByMeans]]:
-    """Yield the bundled workloads whose calls are of timed kinds, with the time of a step."""
-    kinds = kinds_of(rows)
-    modes = {"all_reduce": "graph"}
+def _workloads(
+    rows: Sequence[MeansRow], world: int
+) -> Iterator[tuple[str, tuple[float, float | None]]]:
+    """Yield the bundled workloads whose calls were timed, with a step by the best and by NCCL."""
+    best, nccl = dict[Collective, list[tuple[int, float]]](), dict[Collective, Any]()
+    for row in rows:
+        if not row.beside_gemm and (row.mode == "graph" or row.collective != "all_reduce"):
+            best.setdefault(row.collective, []).append((row.bytes, row.best_us))
+            nccl.setdefault(row.collective, []).append((row.bytes, row.default_us or math.nan))
     for name in BUNDLED:
         calls = load_bundled(name, world).rows
-        wanted = [(of.collective, modes.get(of.collective, "eager"), False) for of in calls]
-        same = list(map(kinds.get, wanted))
-        pairs = [(of, kind) for of, kind in zip(calls, same, strict=True) if kind]
-        if len(pairs) == len(calls):
-            best = sum(of.calls * _between(of.bytes, kind, "best_us") for of, kind in pairs)
-            known = all(row.default_us for _, kind in pairs for row in kind)
-            default = (of.calls * _between(of.bytes, kind, "default_us") for of, kind in pairs)
-            seconds = sum(default) / 1e6 if known else None
-            yield name, StepByMeans(best_s=best / 1e6, default_s=seconds)
-
-
-def _between(size: int, rows: Sequence[MeansRow], field: str) -> float:
-    """Return the time of a size from those of the sizes around it; beyond the last, by bytes."""
-    times = [(row.bytes, float(getattr(row, field))) for row in rows]
-    for (low, before), (high, after) in pairwise([(0, times[0][1]), *times]):
-        if size <= high:
-            return before + (size - low) / (high - low) * (after - before)
-    return times[-1][1] * size / times[-1][0]
+        if all(call.collective in best for call in calls):
+            first, second = (
+                sum(call.calls * at_size(of[call.collective], call.bytes) for call in calls) / 1e6
+                for of in (best, nccl)
+            )
+            yield name, (first, None if math.isnan(second) else second)

@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from msgspec import structs
 
 from tccl_py.errors import size_text
-from tccl_py.experiments.collectives import COLLECTIVE_WORDS
 from tccl_py.plan.text import CHOICE_WORDS, choice_words
 
 if TYPE_CHECKING:
     from tccl_py.decision import StepTime
     from tccl_py.experiments.communication import Communication
     from tccl_py.experiments.comparison import Timed
-    from tccl_py.experiments.means_table import MeansRow, MeansTable, Regret
+    from tccl_py.experiments.means_table import MeansRow, MeansTable
     from tccl_py.experiments.record import ArmResult, Tried
 
 
@@ -77,27 +76,17 @@ def _of_default(row: Tried, ratio: float) -> str:
 
 
 # Means.
-def kind_words(row: MeansRow | Regret) -> str:
-    """Return what a row of means does, without its size."""
-    words = {"graph": "in a CUDA graph", "eager": "beside a GEMM" if row.beside_gemm else ""}
-    return f"{COLLECTIVE_WORDS[row.collective]} {words[row.mode]}".strip()
-
-
 def _gemms(row: MeansRow) -> str:
     gemms = (row.gemm.get(name) for name in (row.best, "nccl"))
     return ", ".join(f"{times:.2f}x" for times in gemms if times is not None)
 
 
-def _us(value: float | None) -> str:
-    return "" if value is None else f"{value:.1f}"
-
-
 MEANS: Columns = (
-    Column("calls", kind_words),
+    Column("calls", lambda row: row.kind),
     Column("size", lambda row: size_text(row.bytes)),
     Column("best", lambda row: row.best),
-    Column("us", lambda row: _us(row.best_us)),
-    Column("default NCCL us", lambda row: _us(row.default_us)),
+    Column("us", lambda row: f"{row.best_us:.1f}"),
+    Column("default NCCL us", lambda row: f"{row.default_us:.1f}" if row.default_us else ""),
     Column("GEMM by best, by NCCL", _gemms),
 )
 
@@ -106,14 +95,11 @@ def means_facts(table: MeansTable) -> Iterator[str]:
     """Yield the regret of one means for all sizes, steps of workloads, and which means are out."""
     if table.dry_run:
         yield "a DRY RUN over gloo: its rates say nothing about GPUs or NCCL"
-    regrets: dict[str, list[str]] = {}
-    for one in table.regrets:
-        lost = f"{one.name} {one.mean:.0%} ({one.worst:.0%} at its worst size)"
-        regrets.setdefault(kind_words(one), []).append(lost)
-    for kind, each in regrets.items():
-        yield f"one means for all sizes of {kind} loses: {', '.join(each)}"
-    for name, step in table.workloads.items():
-        times = _durations(*filter(None, [step.default_s, step.best_s]))
+    for kind, each in table.regrets.items():
+        lost = (f"{name} {mean:.0%} ({most:.0%} at worst)" for name, (mean, most) in each.items())
+        yield f"one means for all sizes of {kind} loses: {', '.join(lost)}"
+    for name, (best, default) in table.workloads.items():
+        times = _durations(*filter(None, [default, best]))
         yield f"{name}: {times} a step by the best means of each size"
     for name, why in table.out.items():
         yield f"{name} {why}"
