@@ -39,5 +39,5 @@ STAND_INS = {
 
 if __name__ == "__main__":
     MEANS.update(STAND_INS)
-    means.ROW_S = 3.0
+    means.ROW_S = 15.0
     main()

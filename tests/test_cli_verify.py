@@ -68,11 +68,9 @@ def test_all_rows_are_shown(place, jobs):
     found = json.loads(tccl("verify", place, *words, "--json").stdout)
     assert found["winner"] == "variables"
     for arm in found["arms"][:2]:
-        rows = {(row["collective"], row["beside_gemm"]) for row in arm["transfers"]}
-        assert {("send_recv", True), ("send_recv", False), ("all_reduce", True)} <= rows
+        assert {"broadcast", "all_to_all"} <= {row["collective"] for row in arm["transfers"]}
     shown = tccl("verify", place, *words).stdout
-    assert "default: all-reduce beside a GEMM: 1 MiB" in shown
-    assert "variables: all-reduce beside a GEMM: 1 MiB 1." in shown
+    assert "default: broadcast" not in shown and "variables: broadcast: 16 KiB 1." in shown
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

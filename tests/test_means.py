@@ -313,7 +313,7 @@ def test_the_table_is_shown_kept_and_printed_as_json(verify, target):
     assert "DRY RUN" in words
     kept = MeansTable.load(target.directory)
     printed = json.loads(verify(RECORDED, "--sizes", "4K,64K", "--json").stdout)
-    assert len(printed["rows"]) == len(kept.rows) == 8
+    assert len(printed["rows"]) == len(kept.rows) == 9
     assert printed["out"] == kept.out
 
 

@@ -305,7 +305,7 @@ def test_rows_of_a_workload_have_all_its_dtypes_and_calls(server):
 
 
 @needs_torch
-def test_all_collectives_all_pairs_and_rows_beside_a_gemm_are_timed(server):
+def test_all_collectives_and_all_pairs_are_timed(server):
     rows = RunBudget(sizes=(1024,)).further_rows(3, pairs=True)
     assert {row.collective for row in rows} == set(COLLECTIVES) - {"send"}
     pairs = [group for row in rows if len(row.groups) == 1 for group in row.groups]
@@ -316,8 +316,6 @@ def test_all_collectives_all_pairs_and_rows_beside_a_gemm_are_timed(server):
         for times in result.times:
             groups = times.row.groups
             assert bool(times.seconds) == (not groups or rank in groups[0])
-            assert len(times.gemms) == BATCHES * bool(times.row.beside)
-    assert sum(bool(row.beside) for row in rows) == 2
 
 
 def test_pieces_of_work_run_at_the_same_time():

@@ -74,9 +74,7 @@ def verify(
     seconds: float | None = opt("S", "No round after this but the first 7; 300, in a dry run 30."),
     collective: str = opt("NAME", f"One of {', '.join(_COLLECTIVES)}.", default="all_reduce"),
     training: bool = flag("--training", "Also time steps of a small GPT."),
-    every: bool = flag(
-        "--all", "Also time more collectives, all pairs, copy engines, and rows beside a GEMM."
-    ),
+    every: bool = flag("--all", "Also time more collectives, and all pairs."),
     tune: bool = flag("--tune", "Keep better settings: 10 minutes or more."),
     means: bool = flag("--means", "Instead compare NCCL with other means, by message size."),
     no_checks: bool = flag("--no-checks", "Do not compare results' values."),

@@ -9,9 +9,10 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import product
 from typing import Any
 
 from tccl_py.delivery.placement import prefer_numa_node
@@ -21,23 +22,27 @@ from tccl_py.rank_processes.rank import Communicator
 SLOTS, MOST_PIECES, LEAST_PIECE = 2, 16, 256 << 10
 """Of a bounce: buffers that are filled in turn, pieces of a message, and bytes of a piece."""
 _APART = 64
-_EMPTY, _POSTED, _FULL = 0, 1, 2
-"""States of a buffer: that of a peer has to be posted before it may be written."""
+_POSTED, _FULL = 1, 2
+"""States of a buffer: the reader says that it may be written, the writer that it was."""
 _MAPPED_PORTABLE, _EQUAL = 3, 1
 
 Ends = tuple[Sequence[int], Sequence[int]]
 """The ranks that this rank sends to, and those that it receives from."""
 
 
-class Segments:
-    """Pinned host memory of each rank, which all of them map: states, and slots of `size` bytes.
+class Copies:
+    """Copies of this rank by copy engines, those that leave and those that arrive at once.
 
-    The memory of a rank is on its NUMA node, and has no name, so nothing stays behind.
+    Each rank has pinned host memory that all map: states, and slots of `size` bytes. It is on the
+    rank's NUMA node, of `nodes`, and has no name, so nothing stays behind.
     """
 
     def __init__(self, on: Communicator, size: int, nodes: Sequence[int]) -> None:
         self._on, self._size, self._states = on, size, SLOTS * on.world * _APART
         self._driver = ctypes.CDLL("libcuda.so.1") if on.cuda else None
+        # Of other priorities: streams that share a hardware queue would wait for each other.
+        levels = (0, -1) if on.cuda else ()
+        self._streams = [on.torch.cuda.Stream(priority=level) for level in levels]
         if nodes:
             # Where Linux refuses it, the memory is on the node of this rank's CPU.
             prefer_numa_node(nodes[on.rank])
@@ -68,13 +73,13 @@ class Segments:
         _check(self._driver.cuMemHostGetDevicePointer_v2(*place), "cuMemHostGetDevicePointer")
         return device.value
 
-    def slot(self, writer: int, number: int, like: Any) -> Any:
+    def _slot(self, writer: int, number: int, like: Any) -> Any:
         """Return a slot of a writer's memory as a tensor like another one."""
         first = self._states + number * self._size
         held = self._bytes[writer][first : first + like.numel() * like.element_size()]
         return held.view(like.dtype)
 
-    def wait(self, writer: int, number: int, reader: int, state: int) -> None:
+    def _wait(self, writer: int, number: int, reader: int, state: int) -> None:
         """Wait in the current stream until a buffer has a state."""
         at = (number * self._on.world + reader) * _APART
         if self._driver is not None:
@@ -82,7 +87,7 @@ class Segments:
         while self._driver is None and self._bytes[writer][at] != state:
             time.sleep(0)
 
-    def set(self, writer: int, number: int, reader: int, state: int) -> None:
+    def _set(self, writer: int, number: int, reader: int, state: int) -> None:
         """Set the state of a buffer in the current stream, after what the stream has written."""
         at = (number * self._on.world + reader) * _APART
         if self._driver is not None:
@@ -94,22 +99,6 @@ class Segments:
         stream = ctypes.c_void_p(self._on.torch.cuda.current_stream().cuda_stream)
         address = ctypes.c_uint64(self._devices[writer] + at)
         _check(getattr(self._driver, name)(stream, address, ctypes.c_uint32(state), flags), name)
-
-
-def _check(code: Any, what: str) -> None:
-    if int(code):
-        raise MeasurementError(f"{what} gives CUDA error {int(code)}")
-
-
-class Copies:
-    """Transfers of this rank by copy engines, those that leave and those that arrive at once."""
-
-    def __init__(self, on: Communicator, segments: Segments) -> None:
-        self._on, self._segments = on, segments
-        self._streams: tuple[Any, ...] = ()
-        if on.cuda:
-            # Of other priorities: streams that share a hardware queue would wait for each other.
-            self._streams = tuple(on.torch.cuda.Stream(priority=level) for level in (0, -1))
 
     @contextmanager
     def _both(self) -> Iterator[tuple[Any, Any]]:
@@ -124,41 +113,55 @@ class Copies:
 
     def to_peers(self, ends: Ends, sent: Any, place_at: Callable[[int], Any]) -> None:
         """Copy `sent` to its place in the memory of each rank that receives it."""
-        (to, of), rank, segments = ends, self._on.rank, self._segments
-        with self._both() as (leaves, arrives):
-            with arrives:
-                for writer in of:
-                    segments.set(writer, 0, rank, _POSTED)
-            with leaves:
-                for reader in to:
-                    segments.wait(rank, 0, reader, _POSTED)
-                    place_at(reader).copy_(sent, non_blocking=True)
-                    segments.set(rank, 0, reader, _FULL)
-            with arrives:
-                for writer in of:
-                    segments.wait(writer, 0, rank, _FULL)
+        self._move(ends, [sent], lambda *_: map(place_at, ends[0]), lambda *_: None)
 
     def through_host(self, ends: Ends, sent: Any, received: Callable[[int], Any]) -> None:
         """Copy `sent` to the host, and what others sent from there, in pieces through slots."""
-        (to, of), rank, segments = ends, self._on.rank, self._segments
         pieces = piece_count(sent.numel() * sent.element_size())
-        parts = {writer: received(writer).chunk(pieces) for writer in of}
+        parts = {writer: received(writer).chunk(pieces) for writer in ends[1]}
+
+        def places(slot: int, piece: Any) -> Iterable[Any]:
+            return [self._slot(self._on.rank, slot, piece)][: len(ends[0])]
+
+        def take(writer: int, number: int) -> None:
+            part = parts[writer][number]
+            part.copy_(self._slot(writer, number % SLOTS, part), non_blocking=True)
+
+        self._move(ends, sent.chunk(pieces), places, take)
+
+    def _move(
+        self,
+        ends: Ends,
+        pieces: Sequence[Any],
+        places: Callable[[int, Any], Iterable[Any]],
+        take: Callable[[int, int], None],
+    ) -> None:
+        """Copy pieces to their places in turn, and take those that others have copied."""
+        (to, of), rank = ends, self._on.rank
         with self._both() as (leaves, arrives):
-            for number, piece in enumerate(sent.chunk(pieces)):
+            with arrives:
+                for writer, slot in product(of, range(min(SLOTS, len(pieces)))):
+                    self._set(writer, slot, rank, _POSTED)
+            for number, piece in enumerate(pieces):
                 slot = number % SLOTS
                 with leaves:
                     for reader in to:
-                        segments.wait(rank, slot, reader, _EMPTY)
-                    if to:
-                        segments.slot(rank, slot, piece).copy_(piece, non_blocking=True)
+                        self._wait(rank, slot, reader, _POSTED)
+                    for place in places(slot, piece):
+                        place.copy_(piece, non_blocking=True)
                     for reader in to:
-                        segments.set(rank, slot, reader, _FULL)
+                        self._set(rank, slot, reader, _FULL)
                 with arrives:
                     for writer in of:
-                        segments.wait(writer, slot, rank, _FULL)
-                        part = parts[writer][number]
-                        part.copy_(segments.slot(writer, slot, part), non_blocking=True)
-                        segments.set(writer, slot, rank, _EMPTY)
+                        self._wait(writer, slot, rank, _FULL)
+                        take(writer, number)
+                        if number + SLOTS < len(pieces):
+                            self._set(writer, slot, rank, _POSTED)
+
+
+def _check(code: Any, what: str) -> None:
+    if int(code):
+        raise MeasurementError(f"{what} gives CUDA error {int(code)}")
 
 
 def piece_count(size: int) -> int:

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from tccl_py.errors import size_text
 from tccl_py.experiments.calls import Call, Tensors, call_of, capture_graph, time_calls
 from tccl_py.experiments.collectives import COLLECTIVE_WORDS, COLLECTIVES, Collective
-from tccl_py.experiments.copies import Copies, Ends, Segments, piece_count
+from tccl_py.experiments.copies import Copies, Ends, piece_count
 from tccl_py.experiments.spec import BATCHES, MIB, JobSpec, Row, RowTimes, batches
 from tccl_py.experiments.together import run_beside
 from tccl_py.rank_processes.rank import Communicator, TimeSlot
@@ -34,6 +34,8 @@ ROW_S = 20.0
 """Seconds after which a row hangs: its calls take a second at most."""
 _MOST_CALLS, _MOST_BYTES = 20, 128 * MIB
 """Calls that follow each other in a batch, and the bytes of their buffers."""
+_DRY_CALLS = 3
+"""In a dry run, where each takes milliseconds."""
 
 
 def calls_in_batch(row: Row) -> int:
@@ -105,14 +107,9 @@ class Job:
 
     @cached_property
     def copies(self) -> Copies:
-        """Copies by copy engines."""
-        return Copies(self.on, self.segments)
-
-    @cached_property
-    def segments(self) -> Segments:
-        """Host memory for the largest piece of a row, in whole pages."""
+        """Copies by copy engines, with host memory for the largest piece, in whole pages."""
         pieces = (-(-row.bytes // piece_count(row.bytes)) for row in self.spec.rows)
-        return Segments(self.on, -(-max(pieces) // 4096) * 4096, self.spec.nodes)
+        return Copies(self.on, -(-max(pieces) // 4096) * 4096, self.spec.nodes)
 
     @cached_property
     def vllm(self) -> Any:
@@ -354,6 +351,6 @@ def _task(communicator: Communicator, row: Row) -> Task:
     parts = on.world if any(facts.buffers) else 1
     length = row.bytes // (ELEMENT_BYTES[row.dtype] * parts)
     tensors = Tensors(on, getattr(on.torch, row.dtype), length, False)
-    count = calls_in_batch(row)
+    count = calls_in_batch(row) if on.cuda else _DRY_CALLS
     sent = [tensors.own() for _ in range(count)]
     return Task(row, on, tensors, sent, [tensors.empty(parts) for _ in range(count)])

@@ -115,7 +115,7 @@ def means_rows(world: int, sizes: Sequence[int] | None = None) -> tuple[Row, ...
         *(replace(row, mode="graph") for row in reduced),
         *reduced,
         *sent,
-        *(replace(row, beside=(GEMM,)) for row in sent),
+        *(replace(row, beside=(GEMM,)) for row in (*reduced[-1:], *sent)),
         *rows(64 * KIB, 7, "send_recv", pairs),
         *rows(64 * KIB, 6, "all_gather"),
     )

@@ -39,7 +39,6 @@ from tccl_py.experiments.spec import (
     RowTimes,
     batches,
 )
-from tccl_py.experiments.together import time_beside
 from tccl_py.nccl.settings import GRAPH_VARIABLE
 from tccl_py.nccl_library import loaded_nccl
 from tccl_py.rank_processes.rank import (
@@ -116,8 +115,6 @@ def _times(
             yield time_contest(communicator, slot, row, contest)
         elif row.trains:
             yield train(row)
-        elif row.beside:
-            yield time_beside(communicator, slot, row)
         elif row.groups and not _splits():
             _leave_slots(slot, 1 + BATCHES)
             yield batches(row, ())

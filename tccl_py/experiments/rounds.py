@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
-from msgspec.structs import replace
 
 from tccl_py.errors import MeasurementError, Terminated
 from tccl_py.experiments.collectives import PROGRAMS, Collective
@@ -22,7 +21,7 @@ from tccl_py.experiments.comparison import (
     table_of,
 )
 from tccl_py.experiments.jobs import AGAIN, Arm, ConcurrentJobs, Ended, Launcher, Outcome
-from tccl_py.experiments.spec import GEMM, SIZES, Groups, JobSpec, Row, pairs_of, rows_of
+from tccl_py.experiments.spec import SIZES, Groups, JobSpec, Row, pairs_of, rows_of
 from tccl_py.plan.chains import ChoiceName
 from tccl_py.workloads.workload import Workload
 
@@ -32,8 +31,7 @@ _TRANSFERS: tuple[Collective, ...] = ("send_recv", "all_to_all")
 _OF_ALL: tuple[Collective, ...] = ("all_gather", "reduce_scatter")
 _TRANSFER_SIZES = (64 << 10, 1 << 20, 64 << 20)
 """Sizes of transfers between pairs: small FIFOs slow them alike from 16 MiB up."""
-_BESIDE_BYTES = 64 << 20
-"""Size of rows beside GEMM and of pairs."""
+_PAIRS_BYTES = 64 << 20
 _LARGEST_DRY, _DRY_SECONDS = 4 << 20, 30.0
 """The largest size of a dry run: 1 GiB takes a second a call there; and its seconds."""
 _EXTRA = 4
@@ -84,12 +82,10 @@ class RunBudget(msgspec.Struct, frozen=True, kw_only=True):
         return (*rows_of(sizes, collectives, groups=((), *groups)), *rows_of(sizes[-2:], of_all))
 
     def further_rows(self, world: int, *, pairs: bool) -> tuple[Row, ...]:
-        """Return rows of all collectives, and rows beside GEMM; with `pairs` of all pairs too."""
-        size = min(_BESIDE_BYTES, max(self.sizes))
-        rows = [*rows_of(self.few_sizes[:4], PROGRAMS.values())]
-        rows += rows_of((size,), groups=pairs_of(world)) if pairs else ()
-        beside = rows_of((size,), ("all_reduce", "send_recv"))
-        return (*rows, *(replace(row, beside=(GEMM,)) for row in beside))
+        """Return rows of all collectives; with `pairs` of all pairs too."""
+        size = min(_PAIRS_BYTES, max(self.sizes))
+        of_pairs = rows_of((size,), groups=pairs_of(world)) if pairs else ()
+        return *rows_of(self.few_sizes[:4], PROGRAMS.values()), *of_pairs
 
     def rows_in(self, groups: Iterable[Groups]) -> tuple[Row, ...]:
         """Return the collectives in smaller communicators, at some sizes."""

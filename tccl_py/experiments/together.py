@@ -10,13 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from msgspec.structs import replace
-
-from tccl_py.experiments.calls import Call, gemms, repeat, row_call
-from tccl_py.experiments.spec import BATCHES, Row, RowTimes, batches
+from tccl_py.experiments.calls import Call, gemms, repeat
+from tccl_py.experiments.spec import BATCHES
 from tccl_py.rank_processes.rank import Communicator, TimeSlot
 
-_WARM_UPS, _CALLS = 2, 5
+_WARM_UPS = 2
 _MOST_GEMMS = 10_000
 
 Together = Callable[[Sequence[Call]], tuple[float, ...]]
@@ -81,13 +79,6 @@ class ThreadStopwatch:
             begun = time.perf_counter()
             gate.wait()
             return tuple(end.result() - begun for end in ends)
-
-
-def time_beside(communicator: Communicator, slot: TimeSlot, row: Row) -> RowTimes:
-    """Return the times of a row beside GEMM."""
-    call = repeat(row_call(communicator, row), _CALLS)
-    seconds, gemms = zip(*run_beside(communicator, slot, call), strict=True)
-    return replace(batches(row, [each / _CALLS for each in seconds]), gemms=gemms)
 
 
 def run_beside(

@@ -247,14 +247,12 @@ def _arm_facts(result: Verification, arm: ArmResult) -> list[str]:
         if arm.log_rings.same:
             lines.append(f"NCCL runs the plan's rings on all {len(arm.log_rings.found)} channels")
     further: dict[str, list[str]] = {}
-    baseline = arm is result.arms[0]
     for row in (*arm.groups, *arm.training, *arm.transfers):
         over = f" over {groups_text(row.groups, result.members)}" if row.groups else ""
         size = f"{size_text(row.bytes)} " if row.bytes else ""
-        # What NCCL does beside a GEMM is told in GB/s.
-        told = f"{row.gbps:.2f} GB/s" if baseline else verdict_text(row)
-        if row.beside or not baseline:
-            further.setdefault(f"{row_words(row)}{over}", []).append(f"{size}{told}")
+        if arm is not result.arms[0]:
+            ratio = f"{size}{verdict_text(row)}"
+            further.setdefault(f"{row_words(row)}{over}", []).append(ratio)
     lines += [f"{name}: {', '.join(ratios)}" for name, ratios in further.items()]
     lines += [f"not taken: {'; '.join(result.objections(arm))}"] if _faster(arm) else []
     return [f"{arm.name}: {line}" for line in lines]
