@@ -11,10 +11,8 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from tccl_profiler.watch import GpuConditions, GpuProcess
-from tccl_py.cli.main import app
 from tccl_py.errors import MeasurementError
 from tccl_py.files import decode_json, encode_json
 from tccl_py.health.doctor import check_own_rings
@@ -54,6 +52,7 @@ from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources import profiled
 from tccl_py.sources.profiled import ProfilerSource
+from tests.commands import tccl
 from tests.nccl_cases import CASES, VERDICTS
 from tests.planned import needing_a_graph, plan_of
 from tests.skips import needs
@@ -172,10 +171,6 @@ def test_default_nccl_of_a_real_machine_says_its_rings_channels_and_types():
 
 
 # What commands make of it
-
-
-def tccl(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture

@@ -12,9 +12,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from tccl_py.cli.main import app
 from tccl_py.errors import InputError, SearchError
 from tccl_py.experiments.target import read_target
 from tccl_py.merge.cables import steps_between
@@ -35,6 +33,7 @@ from tccl_py.simulator.descriptions import load_bundled, load_machine, model_for
 from tccl_py.simulator.source import Simulator
 from tests.cables.cases import CLUSTERS, DOUBLED, MIRRORED, MODEL, cluster, hand_made, planned, ring
 from tests.cables.network import PORTS
+from tests.commands import tccl
 from tests.nccl_cases import CASES
 
 MODEL_SETTINGS = Settings()
@@ -363,7 +362,7 @@ def test_the_command_plans_two_hosts_whichever_ports_a_cable_joins(near, far, tm
     ports = "{p0: [rocep1s0f0, roceP2p1s0f0], p1: [rocep1s0f1, roceP2p1s0f1]}"
     file.write_text(f"ports: {ports}\ncables: [[a:{near}, b:{far}]]\n")
     words = ("--simulate", "gb10-2port", "--hosts", "a,b", "--switches", str(file), "--json")
-    ran = CliRunner().invoke(app, ["plan", str(tmp_path / "plan"), *words])
+    ran = tccl("plan", str(tmp_path / "plan"), *words)
     assert ran.exit_code == 0, ran.stderr
     made = json.loads(ran.stdout)
     assert made["choices"][made["recommended"]]["rate_gbps"] == pytest.approx(23.7)

@@ -8,9 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from tccl_py.cli.main import app
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.model.machine import Knowledge, NvLink
 from tccl_py.model.rings import ring_like, ring_set
@@ -29,6 +27,7 @@ from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled, model_for
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.bench import Bench, bench_of
+from tests.commands import tccl
 from tests.nccl_cases import CASES
 from tests.planned import ASUS, FEW, FOUR_GPUS, PCIE, SMALL, plan_of, replace_plan
 from tests.test_reference_plans import PLANS
@@ -221,7 +220,7 @@ def test_no_set_of_gpus_gains_over_rings_that_could_not_be_measured(monkeypatch)
 
 
 def test_the_json_has_what_scripts_rely_on():
-    result = CliRunner().invoke(app, ["show", str(PLANS / f"{ASUS}.json"), "--json"])
+    result = tccl("show", str(PLANS / f"{ASUS}.json"), "--json")
     shown = json.loads(result.stdout)
     assert shown["recommended"] == "graph"
     assert list(shown["choices"]) == [name for name in CHOICES if name != "large-buffers"]

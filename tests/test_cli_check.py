@@ -8,9 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from typer.testing import CliRunner
 
-from tccl_py.cli.main import app
 from tccl_py.errors import InputError
 from tccl_py.experiments.jobs import Launcher
 from tccl_py.experiments.preflight import measure_plan_again
@@ -29,6 +27,7 @@ from tccl_py.sources import opening
 from tccl_py.sources.journal import read_journal
 from tccl_py.sources.opening import open_source
 from tccl_py.sources.profiled import MeasuredMachine, MeasurementOptions, measured_machine
+from tests.commands import tccl
 from tests.drifting import with_slower_link
 from tests.planned import plan_of, rebind, with_parts
 from tests.test_preflight import Host, jobs
@@ -39,10 +38,6 @@ KEYS = [
     "machine", "drifted", "sets_compared", "false_alarm_rate", "changes", "points_to", "lost",
     "skipped", "seconds", "simulated", "dry_run",
 ]  # fmt: skip
-
-
-def tccl(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")

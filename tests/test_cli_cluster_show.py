@@ -6,9 +6,7 @@ import subprocess
 
 import msgspec
 import pytest
-from typer.testing import CliRunner
 
-from tccl_py.cli.main import app
 from tccl_py.errors import InputError
 from tccl_py.files import encode_json
 from tccl_py.model.measurement import JournalHeader
@@ -19,17 +17,8 @@ from tccl_py.plan.text import assumptions, show_choice
 from tccl_py.planning.plan_sources import hosts_again
 from tccl_py.sources.journal import JournalFile
 from tests.cluster_plans import FOUR, LOCAL, PAIR, cluster_plan, equal_hosts, mixed
+from tests.commands import refused, tccl
 from tests.planned import rebind, replace_plan
-
-
-def tccl(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def refused(result, sentence):
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.count("\n") == 1
-    assert sentence in result.stderr, result.stderr
 
 
 def saved(plan, place):

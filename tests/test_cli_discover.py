@@ -5,9 +5,7 @@ import stat
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from tccl_py.cli.main import app
 from tccl_py.model.machine import (
     Fingerprint,
     HiddenLink,
@@ -21,6 +19,7 @@ from tccl_py.simulator.descriptions import (
     load_machine,
     read_description,
 )
+from tests.commands import tccl
 from tests.nccl_cases import CASES
 from tests.toy import toy_machine
 
@@ -34,10 +33,6 @@ NO_ACCESS = Knowledge(
 FINGERPRINT = Fingerprint(gpu_uuids=("GPU-1",), driver="575.1", numa_count=2, kernel="6.8")
 
 FACT = {"source": 7, "target": 0, "supported": True, "provenance": "reported"}
-
-
-def tccl(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def described(text, tmp_path):

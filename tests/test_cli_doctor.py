@@ -4,17 +4,12 @@ import contextlib
 import json
 
 import pytest
-from typer.testing import CliRunner
 
-from tccl_py.cli.main import app
 from tccl_py.errors import InputError
 from tccl_py.health import doctor as command
 from tccl_py.readers.live import DriverFacts, GpuFacts
+from tests.commands import tccl
 from tests.recorded_hosts import write
-
-
-def tccl(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def test_nothing_from_a_file_reaches_the_terminal_as_it_is(tmp_path):

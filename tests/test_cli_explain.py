@@ -4,9 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from tccl_py.cli.main import app
 from tccl_py.explanation.findings import Explanation
 from tccl_py.model.measurement import JournalHeader
 from tccl_py.plan.directory import write_plan
@@ -16,20 +14,11 @@ from tccl_py.simulator.source import Simulator
 from tccl_py.sources.bench import Bench
 from tccl_py.sources.journal import JournalFile
 from tests.cluster_plans import FOUR, PAIR, cluster_plan
+from tests.commands import done, tccl
 from tests.planned import as_only, rebind, replace_plan
 
 PLANS = Path(__file__).parent.parent / "plans"
 NAME = "amd-v100"
-
-
-def tccl(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def done(*arguments):
-    result = tccl(*arguments)
-    assert result.exit_code == 0, result.output
-    return result
 
 
 def refused(*arguments):

@@ -5,21 +5,16 @@ import json
 import re
 
 import pytest
-from typer.testing import CliRunner
 
-from tccl_py.cli.main import app
 from tccl_py.model.transfer import parse_flow
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.tables import kept_files
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.tccl_fork import mask_of
+from tests.commands import tccl
 from tests.planned import SMALL, as_only, plan_of, replace_plan
 from tests.tccl_runtime import found_ring, read_tccl_xml
-
-
-def tccl(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def exported(directory, *arguments):

@@ -16,11 +16,10 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 import tccl_py
 from tccl_py.cli.main import COMMANDS as NAMES_OF_ALL
-from tccl_py.cli.main import app, load_command
+from tccl_py.cli.main import load_command
 from tccl_py.cli.options import gpus_argument
 from tccl_py.cli.output import ProgressLine, grid, print_table, results
 from tccl_py.errors import InputError, MeasurementError
@@ -32,6 +31,7 @@ from tccl_py.plan.load import load_plan
 from tccl_py.search.problem import Progress
 from tccl_py.simulator.descriptions import bundled_names, load_bundled, load_machine
 from tccl_py.sources.profiled import MeasurementOptions
+from tests.commands import tccl
 from tests.nccl_cases import CASES
 from tests.planned import SMALL, as_only, plan_of
 from tests.toy import toy_machine
@@ -43,10 +43,6 @@ COMMANDS = ("discover", "measure", "validate")
 SET = "G0->G0->G1"
 ON = ("--simulate", "h200x4-vm")
 OF = ("--machine", "h200x4-vm")
-
-
-def tccl(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def process(*arguments, **options):

@@ -14,9 +14,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-from typer.testing import CliRunner
 
-from tccl_py.cli.main import app
 from tccl_py.errors import BudgetSpentError, InputError, MeasurementError
 from tccl_py.health.host import HostState
 from tccl_py.model.transfer import parse_set
@@ -28,6 +26,7 @@ from tccl_py.sources import opening
 from tccl_py.sources.journal import JournalFile, read_journal
 from tccl_py.sources.profiled import MeasurementOptions, measured_machine, search_options
 from tccl_py.statistics import median_interval
+from tests.commands import tccl
 from tests.planned import SMALL, WRX, replace_plan
 from tests.sessions import PRINT, Fake, measures_by
 
@@ -45,10 +44,6 @@ MEASURED_KEYS = [
 ]
 BOUNCE = "G0->G0->C0->G1->G1"
 SETS = ("G0->G0->G1", "G1->G1->G0", BOUNCE)
-
-
-def tccl(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture

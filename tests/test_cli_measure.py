@@ -2,19 +2,13 @@
 
 import json
 
-from typer.testing import CliRunner
-
-from tccl_py.cli.main import app
 from tccl_py.cli.measure import _measured_row
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import parse_set
+from tests.commands import tccl
 
 BOX = "asus-esc8000a-e13p"
 SETS = ("G4->G4->G0 G0->G0->G1", "G0->G0->C1->G4->G4{fifo=512K,blocks=8}")
-
-
-def tccl(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def entries(*arguments):

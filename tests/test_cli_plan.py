@@ -25,6 +25,7 @@ from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.journal import read_journal
+from tests.commands import done, tccl
 from tests.planned import (
     ASUS,
     PCIE,
@@ -39,16 +40,6 @@ from tests.planned import (
 from tests.test_reference_plans import PLANS
 
 KEYS = ["rings", "rate_gbps", "bound_gbps", "proven", "sets_measured", "simulated", "settings"]
-
-
-def tccl(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def done(*arguments):
-    result = tccl(*arguments)
-    assert result.exit_code == 0, result.output
-    return result
 
 
 @pytest.fixture(scope="module")

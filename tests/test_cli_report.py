@@ -4,15 +4,10 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from tccl_py.cli.main import app
+from tests.commands import tccl
 from tests.planned import SMALL
 from tests.report_pages import plan_directory
-
-
-def tccl(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture

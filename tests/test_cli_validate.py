@@ -3,18 +3,13 @@
 import json
 
 import pytest
-from typer.testing import CliRunner
 
-from tccl_py.cli.main import app
 from tccl_py.plan.text import ring_lines
+from tests.commands import tccl
 from tests.nccl_cases import VERDICTS, case_name, graph_verdicts
 
 GRAPHS = VERDICTS / "graphs"
 FOUR = VERDICTS / "topologies" / "a_4gpu_2numa_pcie.xml"
-
-
-def tccl(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def answer(case):

@@ -5,9 +5,7 @@ import shutil
 import signal
 
 import pytest
-from typer.testing import CliRunner
 
-from tccl_py.cli.main import app
 from tccl_py.experiments import plans as module
 from tccl_py.experiments.record import Verification
 from tccl_py.plan.directory import write_plan
@@ -15,6 +13,7 @@ from tccl_py.plan.load import load_plan
 from tccl_py.plan.staging import lock_directory
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.workloads.workload import Workload, WorkloadRow, write_workload
+from tests.commands import tccl
 from tests.planned import as_only
 from tests.test_json_page import same_keys
 from tests.verified import FakeJobs, Interrupting, by_plan, by_variables, changed, without_gpus
@@ -25,10 +24,6 @@ KEYS = [
     "simulated", "dry_run", "tried", "rounds", "seconds", "hosts", "backend", "collective",
     "devices", "versions", "notices", "default_fails", "tunings",
 ]  # fmt: skip
-
-
-def tccl(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")

@@ -8,15 +8,14 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from tccl_py.cli.main import app
 from tccl_py.errors import InputError, TcclError
 from tccl_py.files import encode_json
 from tccl_py.nccl.settings import Settings
 from tccl_py.plan.directory import nccl_files
 from tccl_py.plan.load import check_plan, load_plan, off_rails
 from tests.cluster_plans import FOUR, LOCAL, cluster_plan, mixed
+from tests.commands import tccl
 
 HUGE = 10**40
 
@@ -265,7 +264,7 @@ def test_whatever_is_edited_a_plan_is_usable_or_refused(tmp_path_factory, edits)
         assert "\n" not in str(error)
         return
     assert len(plan.channel_rings) == plan.settings.channels
-    result = CliRunner().invoke(app, ["show", str(place), "--hops"])
+    result = tccl("show", str(place), "--hops")
     assert result.exit_code == 0, result.exception
 
 

@@ -7,9 +7,7 @@ from statistics import harmonic_mean
 
 import pytest
 from msgspec.structs import replace
-from typer.testing import CliRunner
 
-from tccl_py.cli.main import app
 from tccl_py.decision import harm
 from tccl_py.errors import InputError
 from tccl_py.experiments.collectives import PROGRAMS, bus_gbps
@@ -35,6 +33,7 @@ from tccl_py.report.tables import communication_line
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.workloads.workload import Workload, WorkloadRow, write_workload
+from tests.commands import tccl
 from tests.planned import SMALL, plan_of
 from tests.test_json_page import same_keys
 
@@ -274,7 +273,7 @@ def test_what_is_predicted_from_measurements_of_a_dry_run_is_marked(dry_run):
 def test_a_plan_for_a_workload_recommends_what_is_predicted_for_it(tmp_path, job, recommended):
     place = tmp_path / "plan"
     words = ("plan", place, "--simulate", "intel-v100", "--max-sets", "20", "--workload", job)
-    done = CliRunner().invoke(app, [*map(str, words), "--json"])
+    done = tccl(*map(str, words), "--json")
     assert done.exit_code == 0, done.stderr
     answer = json.loads(done.stdout)
     assert answer["recommended"] == load_plan(place).recommended == recommended
@@ -292,16 +291,16 @@ def test_a_plan_for_a_workload_of_other_ranks_does_not_say_that_verify_times_it(
     job = tmp_path / "job.json"
     write_workload(workload(("all_reduce", 1 << 26, 8), ranks=2), job)
     words = ("plan", tmp_path / "plan", "--simulate", SMALL, "--max-sets", 1, "--workload", job)
-    done = CliRunner().invoke(app, [*map(str, words), "--json"])
+    done = tccl(*map(str, words), "--json")
     note = json.loads(done.stdout)["notices"][-1]
     assert "is of a job of 2 ranks, and jobs here have 4" in note and "verify" not in note
 
 
 def test_advice_for_a_workload_begins_with_its_communication():
     words = ("advise", "intel-v100", "--workload", "pipeline")
-    done = CliRunner().invoke(app, words)
+    done = tccl(*words)
     assert done.stdout.startswith("Your job   your job's communication")
-    refused = CliRunner().invoke(app, ["advise", "intel-v100", "--workload", "no-such-job"])
+    refused = tccl("advise", "intel-v100", "--workload", "no-such-job")
     assert refused.exit_code == 2 and "no-such-job" in refused.stderr
 
 

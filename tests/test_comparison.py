@@ -5,12 +5,11 @@ import random
 
 import msgspec
 import pytest
-from typer.testing import CliRunner
 
-from tccl_py.cli.main import app
 from tccl_py.health.comparison import compare_hosts, comparison_lines, facts_of
 from tccl_py.health.host import rules
 from tccl_py.model.links import DoctorReport
+from tests.commands import tccl
 from tests.test_nics import host_of
 
 FACTS = {
@@ -112,7 +111,7 @@ CHANGES = {
 
 
 def compare(*paths, more=()):
-    return CliRunner().invoke(app, ["doctor", "--compare", *more, *map(str, paths)])
+    return tccl("doctor", "--compare", *more, *map(str, paths))
 
 
 @pytest.fixture

@@ -8,9 +8,7 @@ from unittest import mock
 
 import msgspec
 import pytest
-from typer.testing import CliRunner
 
-from tccl_py.cli.main import app
 from tccl_py.delivery.fit import why_not_fit, why_not_with
 from tccl_py.delivery.job import JobRequest, deliver
 from tccl_py.errors import InputError
@@ -22,6 +20,7 @@ from tccl_py.plan.machine_files import ANY_HOST
 from tccl_py.plan.results import planned_fingerprint
 from tccl_py.readers.live import GpuFacts
 from tests.cluster_plans import mixed
+from tests.commands import tccl
 from tests.planned import SMALL, needing_a_graph, plan_of, replace_plan
 
 MEASURED = Fingerprint(
@@ -201,13 +200,13 @@ def test_a_host_of_a_cluster_with_other_gpus_gets_the_variables_of_all_ranks_and
     for now, code in ((gpus, 0), (gpus[:1], 1)):
         facts = SimpleNamespace(gpus=now)
         monkeypatch.setattr("tccl_py.delivery.job.driver_facts", lambda facts=facts: facts)
-        result = CliRunner().invoke(app, ["env", str(tmp_path)])
+        result = tccl("env", str(tmp_path))
         assert result.exit_code == code, result.stderr
     exports = export_lines(environment(plan.job_settings))
     assert result.stdout.endswith(f"{exports}unset NCCL_GRAPH_FILE\n")
     assert result.stderr.startswith("tccl: GPU 1 was unnamed and is gone: no graph file")
     # Whoever asks for another host is told what that one gets.
-    assert CliRunner().invoke(app, ["env", str(tmp_path), "--host", "gpu1"]).exit_code == 0
+    assert tccl("env", str(tmp_path), "--host", "gpu1").exit_code == 0
 
 
 def run_env(monkeypatch, directory, now, *words, facts=None):
@@ -218,7 +217,7 @@ def run_env(monkeypatch, directory, now, *words, facts=None):
 
     monkeypatch.setattr("tccl_py.delivery.job.driver_facts", answer)
     monkeypatch.setattr("tccl_py.delivery.fit.fingerprint_of", lambda facts: now)
-    return CliRunner().invoke(app, ["env", str(directory), *words])
+    return tccl("env", str(directory), *words)
 
 
 @pytest.mark.parametrize("name", OTHER)

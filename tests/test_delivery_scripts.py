@@ -7,15 +7,14 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from tccl_py.cli.main import app
 from tccl_py.delivery.job import Delivery
 from tccl_py.delivery.scripts import module, script
 from tccl_py.model.machine import Fingerprint
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.plan.directory import write_plan
 from tests.cluster_plans import mixed
+from tests.commands import tccl
 from tests.planned import SMALL, needing_a_graph, plan_of, replace_plan
 
 PRINT = Fingerprint(
@@ -133,10 +132,6 @@ def test_a_module_sets_any_text_in_tcl():
 
 
 # `tccl export`
-
-
-def tccl(*words):
-    return CliRunner().invoke(app, [str(word) for word in words])
 
 
 def test_a_script_of_a_verified_plan_is_printed_or_written(measured, tmp_path):

@@ -3,21 +3,16 @@
 import json
 
 import pytest
-from typer.testing import CliRunner
 
 from tccl_profiler.linux import host_fingerprint, host_machine
-from tccl_py.cli.main import app
 from tccl_py.errors import InputError
 from tccl_py.health.drift import metric_labels
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
+from tests.commands import tccl
 from tests.planned import SMALL, needing_a_graph, plan_of, replace_plan
 
 MARK = "DRY RUN"
-
-
-def tccl(*words):
-    return CliRunner().invoke(app, [str(word) for word in words])
 
 
 @pytest.fixture

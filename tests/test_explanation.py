@@ -7,9 +7,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from tccl_py.cli.main import app
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.explanation.causes import NEAR, Prober, SymmetryKeys, find_causes, is_hurt
 from tccl_py.explanation.explain import explain
@@ -25,6 +23,7 @@ from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.bench import Bench
 from tccl_py.sources.opening import open_source
+from tests.commands import tccl
 from tests.fakes import random_resources, two_uplinks
 from tests.nccl_nodes import with_nics
 from tests.planned import SEVERAL_GPUS, replace_plan, with_parts
@@ -258,7 +257,7 @@ def test_a_directory_answers_by_its_journal_once_it_was_explained(tmp_path):
     plan.write(tmp_path, source)
     with pytest.raises(MeasurementError, match=r"is not in .*measurements\.jsonl"):
         explain(plan, open_source(tmp_path))
-    assert CliRunner().invoke(app, ["show", "--why", str(tmp_path)]).exit_code == 0
+    assert tccl("show", "--why", str(tmp_path)).exit_code == 0
     of_journal = explain(plan, open_source(tmp_path))
     assert (of_journal.sets_measured, of_journal.rings) == (0, explain(plan, source).rings)
 
@@ -311,9 +310,9 @@ def test_an_explanation_of_another_version_is_refused(tmp_path):
 def test_the_chains_of_a_cluster_are_explained_on_a_host_of_each_class(tmp_path):
     directory = tmp_path / "plan"
     options = ("--simulate", "nvswitch-8gpu-8nic", "--nodes", "2", "--rings", "1")
-    made = CliRunner().invoke(app, ["plan", str(directory), *options, "--max-sets", "20"])
+    made = tccl("plan", str(directory), *options, "--max-sets", "20")
     assert made.exit_code == 0, made.output
-    result = CliRunner().invoke(app, ["show", "--why", str(directory), "--json"])
+    result = tccl("show", "--why", str(directory), "--json")
     assert result.exit_code == 0, result.output
     found = Explanation.load(directory)
     (ring,) = found.rings

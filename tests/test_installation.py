@@ -13,9 +13,7 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from tccl_py.cli.main import app
 from tccl_py.decision import StepTime
 from tccl_py.delivery.job import Delivery
 from tccl_py.errors import InputError, MeasurementError
@@ -44,6 +42,7 @@ from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.statistics import Interval
 from tests.cluster_plans import mixed
+from tests.commands import tccl
 from tests.planned import SMALL, needing_a_graph, plan_of, replace_plan
 from tests.skips import mark_needs
 
@@ -486,10 +485,6 @@ def test_a_plan_that_keeps_default_nccl_has_nothing_to_install(tmp_path):
     result = tccl("install", directory, "--force", "--conf", conf)
     assert result.exit_code == 0, result.stderr
     assert "NCCL_P2P_LEVEL" not in conf.read_text()
-
-
-def tccl(*words):
-    return CliRunner().invoke(app, [str(word) for word in words])
 
 
 def verified(directory, digest=None, **changes):

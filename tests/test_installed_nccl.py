@@ -4,13 +4,12 @@ import subprocess
 import sys
 
 import pytest
-from typer.testing import CliRunner
 
-from tccl_py.cli.main import app
 from tccl_py.health.doctor import examine
 from tccl_py.health.host import HostState
 from tccl_py.nccl_library import InstalledNccl, installed_nccls
 from tccl_py.planning.installed_nccl import version_to_plan
+from tests.commands import tccl
 from tests.skips import mark_needs
 
 needs_cc = mark_needs("a C compiler")
@@ -151,7 +150,7 @@ def test_a_plan_of_hosts_is_for_what_they_told(told, version, said):
 def test_a_simulated_plan_is_for_the_newest_whatever_is_installed(monkeypatch, tmp_path):
     found_here(monkeypatch, InstalledNccl(version="2.18.3", source="x"))
     words = ["plan", str(tmp_path / "p"), "--simulate", "h200x4-vm", "--max-sets", "5"]
-    result = CliRunner().invoke(app, [*words, "--gpus", "0,1"])
+    result = tccl(*words, "--gpus", "0,1")
     assert result.exit_code == 0, result.output
     assert "NCCL            2.30" in result.stdout
     assert "2.18" not in result.output

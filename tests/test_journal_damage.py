@@ -11,15 +11,14 @@ import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from tccl_py.cli.main import app
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.files import encode_line
 from tccl_py.model.measurement import JournalHeader, Measurement
 from tccl_py.model.transfer import parse_set
 from tccl_py.sources.bench import Bench
 from tccl_py.sources.journal import JournalFile, read_journal
+from tests.commands import tccl
 
 HEADER = JournalHeader(machine="toy", identity="model 1", simulated=True)
 SETS = [parse_set("G0->G0->G1 G2->G2->G3"), parse_set("G1->G1->G0")]
@@ -250,7 +249,7 @@ def test_a_pipe_is_no_journal(tmp_path):
         ((*COMMAND, str(tmp_path / "pipe")), "pipe"),
         (plan, "measurements.jsonl"),
     ):
-        result = CliRunner().invoke(app, arguments)
+        result = tccl(*arguments)
         assert (result.exit_code, result.stdout) == (2, "")
         assert f"{tmp_path / name}: is not a regular" in result.stderr
 
@@ -259,7 +258,7 @@ def test_a_journal_in_use_is_refused_and_stays_as_it_is(path):
     with Bench(Source(), journal=JournalFile(path, HEADER)) as journal:
         journal.measure(SETS)
         before = path.read_bytes()
-        result = CliRunner().invoke(app, (*COMMAND, str(path)))
+        result = tccl(*COMMAND, str(path))
         assert (result.exit_code, result.stdout) == (2, "")
         assert f"{path}: is in use" in result.stderr
         assert path.read_bytes() == before

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from typer.testing import CliRunner
 
-from tccl_py.cli.main import app
 from tccl_py.experiments.record import Verification
 from tccl_py.files import encode_json, parse_value
 from tccl_py.report.verification import report_verification
+from tests.commands import tccl
 from tests.nccl_cases import CASES
 
 ROOT = Path(__file__).parent.parent
@@ -33,7 +32,7 @@ def folder(tmp_path_factory):
 
 
 def printed(*words):
-    result = CliRunner().invoke(app, [str(word) for word in words])
+    result = tccl(*words)
     assert result.exit_code in (0, 1), result.output
     return json.loads(result.stdout)
 

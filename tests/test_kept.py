@@ -8,9 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from typer.testing import CliRunner
 
-from tccl_py.cli.main import app
 from tccl_py.errors import InputError
 from tccl_py.explanation.explain import by_mechanism, explain, ring_flows
 from tccl_py.model.machine import Knowledge
@@ -37,6 +35,7 @@ from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.bench import Bench
 from tccl_py.tccl_fork import fork_file
+from tests.commands import tccl
 from tests.nccl_nodes import with_nics
 from tests.planned import (
     ASUS,
@@ -95,10 +94,6 @@ class Asked(Simulator):
     def measure(self, sets):
         self.sets += sets
         return super().measure(sets)
-
-
-def tccl(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from typer.testing import CliRunner
 
-from tccl_py.cli.main import app
 from tccl_py.delivery.job import Delivery
 from tccl_py.errors import InputError
 from tccl_py.experiments.target import Target
@@ -22,6 +20,7 @@ from tccl_py.plan.staging import MANIFEST_FILE, REPLACING, check_files, lock_dir
 from tccl_py.planning.output import output_directory
 from tccl_py.simulator.descriptions import load_bundled
 from tests.cluster_plans import equal_hosts, mixed
+from tests.commands import tccl
 from tests.killed import killed_at, killed_at_each
 from tests.planned import PCIE, SMALL, as_only, plan_of, replace_plan
 
@@ -166,16 +165,16 @@ def test_the_command_goes_on_after_it_was_killed(tmp_path):
     command = ["plan", str(place), "--simulate", SMALL, "--max-sets", "5", "--rings", "1"]
 
     def run(*more):
-        return CliRunner().invoke(app, [*command, *more], catch_exceptions=False)
+        return tccl(*command, *more, catch_exceptions=False)
 
     for number in (0, 1, 20, 33, 36, 39):
         shutil.rmtree(place, ignore_errors=True)
         if killed_at(number, run):
             result = run()
             assert result.exit_code == 0 or "already holds a plan" in result.stderr
-        shown = CliRunner().invoke(app, ["show", str(place)])
+        shown = tccl("show", str(place))
         assert shown.exit_code == 0, shown.stderr
-        assert CliRunner().invoke(app, ["env", str(place)]).exit_code == 0
+        assert tccl("env", str(place)).exit_code == 0
 
 
 @pytest.mark.parametrize("others", ["", "theirs"])

@@ -3,9 +3,7 @@
 import json
 
 import pytest
-from typer.testing import CliRunner
 
-from tccl_py.cli.main import app
 from tccl_py.cli.plan import until_jobs_decide
 from tccl_py.errors import InputError
 from tccl_py.experiments.rounds import RunBudget
@@ -23,6 +21,7 @@ from tccl_py.planning.planner import make_plan
 from tccl_py.report.verification import headline
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
+from tests.commands import tccl
 from tests.fakes import scaled
 from tests.nccl_cases import machine
 from tests.planned import PCIE, SMALL, as_only, replace_plan
@@ -61,10 +60,6 @@ def plan():
 def place(plan, tmp_path):
     write_plan(plan, tmp_path, models=as_only(load_bundled(SMALL)))
     return tmp_path
-
-
-def tccl(*words):
-    return CliRunner().invoke(app, list(map(str, words)))
 
 
 @pytest.mark.parametrize(

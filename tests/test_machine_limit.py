@@ -6,11 +6,9 @@ import json
 import msgspec
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
 from tccl_profiler.precision import Stopping, WindowLimits
 from tccl_profiler.profiler import Profiler
-from tccl_py.cli.main import app
 from tccl_py.cli.show import print_plan
 from tccl_py.errors import MeasurementError
 from tccl_py.experiments.target import Target
@@ -21,6 +19,7 @@ from tccl_py.planning.planner import make_plan
 from tccl_py.planning.study import bare_copies, limit_gbps
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
+from tests.commands import tccl
 from tests.fakes import space_of
 from tests.planned import PCIE, SMALL, plan_of, replace_plan
 from tests.profiler_pools import options, pool_of
@@ -166,7 +165,7 @@ def test_a_plan_with_tuned_settings_has_no_limit(tmp_path):
 
 
 def test_the_json_has_the_limit():
-    shown = CliRunner().invoke(app, ["show", str(PLANS / f"{SMALL}.json"), "--json"])
+    shown = tccl("show", str(PLANS / f"{SMALL}.json"), "--json")
     assert json.loads(shown.stdout)["limit_gbps"] == pytest.approx(371.7)
 
 

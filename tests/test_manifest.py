@@ -6,9 +6,7 @@ import stat
 
 import msgspec
 import pytest
-from typer.testing import CliRunner
 
-from tccl_py.cli.main import app
 from tccl_py.errors import InputError
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
@@ -16,11 +14,8 @@ from tccl_py.plan.results import plan_digest
 from tccl_py.plan.staging import MANIFEST_FILE, check_files, read_manifest
 from tccl_py.simulator.descriptions import load_bundled
 from tests.cluster_plans import mixed
+from tests.commands import tccl
 from tests.planned import SMALL, as_only, plan_of, rebind
-
-
-def tccl(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture

@@ -5,9 +5,7 @@ import os
 
 import msgspec
 import pytest
-from typer.testing import CliRunner
 
-from tccl_py.cli.main import app
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.experiments import means_table, plans
 from tccl_py.experiments.collectives import COLLECTIVES
@@ -24,6 +22,7 @@ from tccl_py.plan.results import ProvenLinks
 from tccl_py.rank_processes.forkserver import ForkServer
 from tccl_py.rank_processes.tasks import RankOutput, RanksError
 from tccl_py.simulator.descriptions import load_bundled
+from tests.commands import tccl
 from tests.planned import SMALL, as_only, plan_of
 from tests.skips import mark_needs
 from tests.stand_in_means import STAND_INS
@@ -281,11 +280,11 @@ def test_advice_on_a_plans_directory_answers_from_its_table(target):
     found = measure_means(proven(target), on_gpus(Recorded(RECORDED)), seconds=1e-9)
     found.keep(target.directory)
     words = ["advise", str(target.directory), "--workload", "tensor-parallel-decode"]
-    shown = CliRunner().invoke(app, words).stdout
+    shown = tccl(*words).stdout
     assert "4 KiB to 64 KiB: one-shot" in shown and "vllm-project" not in shown
-    means = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)["means"]
+    means = json.loads(tccl(*words, "--json").stdout)["means"]
     assert means[0][0] == "By size"
-    other = CliRunner().invoke(app, ["advise", SMALL, "--workload", "pipeline"]).stdout
+    other = tccl("advise", SMALL, "--workload", "pipeline").stdout
     assert "`tccl verify DIR --means`" in other
 
 
@@ -298,7 +297,7 @@ def verify(target, monkeypatch):
     def run(us, *words):
         monkeypatch.setattr(plans, "LocalRunner", lambda server: Recorded(us))
         asked = ["verify", str(target.directory), "--means", "--backend", "host", *words]
-        return CliRunner().invoke(app, asked)
+        return tccl(*asked)
 
     return run
 

@@ -4,10 +4,8 @@ import json
 import sys
 
 import pytest
-from typer.testing import CliRunner
 
 import tccl_py.experiments.plans as module
-from tccl_py.cli.main import app
 from tccl_py.errors import InputError
 from tccl_py.experiments.collectives import PROGRAMS
 from tccl_py.experiments.nccl_tests import find_program, read_table, size_options
@@ -17,6 +15,7 @@ from tccl_py.experiments.target import read_target
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.simulator.descriptions import load_bundled
+from tests.commands import tccl
 from tests.planned import as_only, plan_of
 from tests.verified import without_gpus
 
@@ -43,6 +42,7 @@ TABLE = """\
 PROGRAM = """\
 #!{python}
 import os, sys, re
+from tests.commands import tccl
 given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 if "fails" in {wrong!r}:
     print("box: Test NCCL failure common.cu:961 'unhandled system error'"); sys.exit(3)
@@ -62,10 +62,6 @@ while size <= last:
 FEW = ("--rounds", "6", "--sizes", "64M")
 """Of one row the fewest rounds decide."""
 ONE = ("--choice", "variables")
-
-
-def tccl(*words):
-    return CliRunner().invoke(app, [str(word) for word in words])
 
 
 @pytest.fixture

@@ -9,9 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from typer.testing import CliRunner
 
-from tccl_py.cli.main import app
 from tccl_py.delivery.job import JobRequest, deliver
 from tccl_py.delivery.placement import prefer_numa_node
 from tccl_py.errors import InputError
@@ -36,6 +34,7 @@ from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.bench import bench_of
 from tccl_py.workloads.workload import Workload, WorkloadRow
+from tests.commands import tccl
 from tests.planned import PCIE, as_only, plan_of, through
 from tests.plugin.runs import plugin_library
 from tests.skips import lacking, needs
@@ -243,7 +242,7 @@ def test_sets_of_gpus_that_gain_nothing_over_nccls_own_rings_get_no_file(plan, d
         assert one.gains == (one.rate_gbps > 1.01 * gbps)
     for one in (one for one in plan.subsets if not one.gains):
         gpus = ",".join(map(str, one.gpus))
-        answer = CliRunner().invoke(app, ["env", str(directory), "--json", "--gpus", gpus])
+        answer = tccl("env", str(directory), "--json", "--gpus", gpus)
         found = json.loads(answer.stdout)
         assert (answer.exit_code, found["choice"], found["environment"]) == (0, "variables", {})
 
@@ -291,7 +290,7 @@ def test_jobs_get_placed_buffers_by_the_plugin_alone(directory):
     assert "export" not in script
     assert "NCCL_" not in (directory / "nccl" / "nccl.conf").read_text()
     needs("a C compiler")
-    found = CliRunner().invoke(app, ["env", str(directory), "--json"])
+    found = tccl("env", str(directory), "--json")
     assert found.exit_code == 0
     assert set(json.loads(found.stdout)["environment"]) == WITH_PLUGIN
 
@@ -300,14 +299,14 @@ def test_without_the_plugins_library_jobs_get_variables_or_memory_on_their_node(
     plan, without_library, monkeypatch
 ):
     place = without_library
-    found = CliRunner().invoke(app, ["env", str(place), "--json"])
+    found = tccl("env", str(place), "--json")
     assert found.exit_code == 0
     answer = json.loads(found.stdout)
     assert (answer["choice"], answer["environment"]) == ("variables", {})
     assert "no single rank" in found.stderr and "tccl_py.nccl.plugin.build" in found.stderr
-    asked = CliRunner().invoke(app, ["env", str(place), "--choice", "graph"])
+    asked = tccl("env", str(place), "--choice", "graph")
     assert (asked.exit_code, "export NCCL_GRAPH_FILE" in asked.stdout) == (1, False)
-    assert CliRunner().invoke(app, ["env", str(place), "--plugin"]).exit_code == 2
+    assert tccl("env", str(place), "--plugin").exit_code == 2
     # A rank of its own can have its memory placed.
     told = []
     monkeypatch.setenv("LOCAL_RANK", "1")

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from typer.testing import CliRunner
 
-from tccl_py.cli.main import app
 from tccl_py.delivery.plugin import plugin_exports
 from tccl_py.errors import InputError, visible
 from tccl_py.files import encode_json
@@ -24,13 +22,10 @@ from tccl_py.planning.output import output_directory
 from tccl_py.planning.plan_sources import planned_model
 from tccl_py.simulator.descriptions import load_bundled, read_description
 from tccl_py.sources.journal import read_journal
+from tests.commands import refused, tccl
 from tests.planned import PCIE, SMALL, plan_of, rebind
 
 QUICK = ("--max-sets", "100", "--rings", "1")
-
-
-def tccl(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def planned_to(place, machine=SMALL, *more):
@@ -39,12 +34,6 @@ def planned_to(place, machine=SMALL, *more):
 
 def held(place):
     return {str(one.relative_to(place)): one.stat().st_mtime_ns for one in place.rglob("*")}
-
-
-def refused(result, sentence):
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.count("\n") == 1
-    assert sentence in result.stderr
 
 
 def test_a_plan_has_all_its_files_and_no_others(tmp_path):
@@ -172,7 +161,7 @@ def test_a_link_to_nothing_is_refused_as_directory_and_as_machine(target, tmp_pa
     place.symlink_to(tmp_path / target)
     refused(planned_to(place), "plan: is a symbolic link to nothing")
     refused(planned_to(tmp_path / "new", place), "plan: is a symbolic link to nothing")
-    refused(CliRunner().invoke(app, ["show", str(place)]), "plan: is a symbolic link to nothing")
+    refused(tccl("show", place), "plan: is a symbolic link to nothing")
 
 
 @pytest.mark.parametrize("read", [load_plan, plan_in])

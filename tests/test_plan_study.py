@@ -12,10 +12,8 @@ from xml.etree import ElementTree
 
 import msgspec
 import pytest
-from typer.testing import CliRunner
 
 import tccl_py
-from tccl_py.cli.main import app
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.model.measurement import JOURNAL_FILE
 from tccl_py.model.transfer import parse_flow
@@ -27,6 +25,7 @@ from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled, read_description
 from tccl_py.sources.journal import read_journal
 from tccl_py.sources.profiled import MeasurementOptions
+from tests.commands import tccl
 from tests.planned import ASUS, FOUR_GPUS, SMALL, plan_of, replace_plan
 
 NODE = "nvswitch-8gpu-8nic"
@@ -83,7 +82,7 @@ def test_a_plan_of_hosts_answers_what_a_plan_of_one_answers():
 def test_a_plan_as_a_dictionary_is_what_commands_print(tmp_path):
     for number, plan in enumerate((plan_of(SMALL), hosts_plan())):
         plan.save(tmp_path / f"{number}.json")
-        shown = CliRunner().invoke(app, ["show", str(tmp_path / f"{number}.json"), "--json"])
+        shown = tccl("show", str(tmp_path / f"{number}.json"), "--json")
         printed = json.loads(shown.stdout)
         assert printed | json.loads(json.dumps(plan.to_dict())) == printed
 
@@ -186,7 +185,7 @@ def test_a_difference_in_settings_of_either_choice_is_named():
 
 def test_a_plan_writes_what_the_command_writes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert CliRunner().invoke(app, ["plan", "command", "--simulate", SMALL]).exit_code == 0
+    assert tccl("plan", "command", "--simulate", SMALL).exit_code == 0
     model, written = load_bundled(SMALL), Path("python")
     written.mkdir()
     with tccl_py.open_source(model, journal=written / JOURNAL_FILE) as source:
@@ -209,7 +208,7 @@ def test_commands_read_what_a_plan_writes(made, tmp_path):
     place.mkdir()
     made().write(place)
     for words in (["show", "--why"], ["check"], ["show"], ["report"]):
-        assert CliRunner().invoke(app, [*words, str(place)]).exit_code == 0
+        assert tccl(*words, str(place)).exit_code == 0
 
 
 def test_a_plan_keeps_the_models_and_the_measurements_of_its_source(tmp_path):
@@ -226,7 +225,7 @@ def test_a_plan_keeps_the_models_and_the_measurements_of_its_source(tmp_path):
     assert journal.header == source.header
     assert set(journal.measurements) == set(source.sets)
     assert read_description(tmp_path / "plan" / "machines" / "mine.json").model == model
-    assert CliRunner().invoke(app, ["show", "--why", str(tmp_path / "plan")]).exit_code == 0
+    assert tccl("show", "--why", str(tmp_path / "plan")).exit_code == 0
 
 
 def test_a_copied_plan_directory_is_a_source_that_answers_by_its_journal_alone(tmp_path):

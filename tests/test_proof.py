@@ -11,10 +11,8 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from tccl_profiler.links import LinkRecord, LinksResult, LinksSpec, pair_proofs
-from tccl_py.cli.main import app
 from tccl_py.files import encode_json
 from tccl_py.health import proving
 from tccl_py.health.host import DriverState, HostState
@@ -27,14 +25,11 @@ from tccl_py.plan.load import load_plan
 from tccl_py.plan.results import ProvenLinks
 from tccl_py.planning.proof import CONTROL, Evidence
 from tccl_py.rank_processes.tasks import RankOutput, RanksError, Task, run_each
+from tests.commands import tccl
 from tests.planned import SMALL
 from tests.sessions import Fake, measures_by
 
 SPEC = LinksSpec(gpus=(0, 2, 5), bus_ids=("a", "b", "c"), pairs=tuple(permutations(range(3), 2)))
-
-
-def tccl(*words):
-    return CliRunner().invoke(app, [str(word) for word in words])
 
 
 # What the kernels' ranks saw of each pair.

@@ -9,12 +9,11 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from tccl_py.cli.main import app
 from tccl_py.errors import InputError
 from tccl_py.workloads.recording import GRAPHS
 from tccl_py.workloads.sources import open_workload
+from tests.commands import tccl
 from tests.recorded_ranks import calls_of, counted_by
 
 CASES = Path(__file__).parent / "cases" / "workloads"
@@ -49,9 +48,9 @@ def test_calls_bytes_and_groups_are_exactly_what_the_ranks_counted(job, names, s
 
 def test_the_page_on_jobs_shows_what_the_recording_says(job, tmp_path):
     file = tmp_path / "job.json"
-    recorded = CliRunner().invoke(app, ["workload", str(job / "logs"), "-o", str(file)])
+    recorded = tccl("workload", str(job / "logs"), "-o", str(file))
     assert recorded.exit_code == 0
-    shown = CliRunner().invoke(app, ["workload", str(file)], env={"COLUMNS": "120"})
+    shown = tccl("workload", str(file), env={"COLUMNS": "120"})
     page = (Path(__file__).parents[1] / "docs" / "will-my-job-be-faster.md").read_text()
     assert all(f"    {line}\n" in page for line in shown.stdout.splitlines())
     assert "│ all_to_all" in shown.stdout

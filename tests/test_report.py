@@ -7,9 +7,7 @@ import re
 import msgspec
 import pytest
 from msgspec import structs
-from typer.testing import CliRunner
 
-from tccl_py.cli.main import app
 from tccl_py.errors import InputError
 from tccl_py.experiments.rounds import RunBudget
 from tccl_py.experiments.target import target_of
@@ -35,6 +33,7 @@ from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.pairs import pair_flow
 from tests.cluster_plans import mixed
+from tests.commands import tccl
 from tests.effort import calls_at_most
 from tests.planned import ASUS, PCIE, SMALL, WRX
 from tests.report_pages import EVIL, PLANS, Page, all_singles_and_pairs, plan_directory, renamed
@@ -409,7 +408,7 @@ def test_findings_that_do_not_fit_together_are_left_out_with_the_reason(tmp_path
     ):
         structs.replace(found, backend="cuda", **changes).keep(place)
         assert f"verify.json is left out: it {reason}" in page_of(place).words
-        shown = [CliRunner().invoke(app, ["show", str(place), *more]) for more in ((), ("--json",))]
+        shown = [tccl("show", str(place), *more) for more in ((), ("--json",))]
         assert [one.exit_code for one in shown] == [0, 0]
     (ring,) = explanation("").rings
     for changed in (

@@ -5,9 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from tccl_py.cli.main import app
 from tccl_py.errors import InputError
 from tccl_py.model.cards import card_of, cards
 from tccl_py.nccl.paths import path_types
@@ -16,12 +14,13 @@ from tccl_py.readers.switches import read_switches
 from tccl_py.simulator.descriptions import parse_description, read_description
 from tccl_py.workloads.sources import open_workload
 from tccl_py.workloads.torch_trace import read_torch_traces
+from tests.commands import tccl
 
 REPORTS = Path(__file__).parent / "cases" / "reports"
 
 
 def advise(name, *options):
-    result = CliRunner().invoke(app, ["advise", str(REPORTS / name), *options, "--json"])
+    result = tccl("advise", str(REPORTS / name), *options, "--json")
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
 
@@ -63,7 +62,7 @@ def test_links_by_the_cards_name_are_assumed_and_said_and_bound_nothing():
     found = advise("pro6000x2_phb.txt")
     assert "PCIe 5 x16 assumed" in found["machine"]
     assert found["bound_gbps"] is None
-    text = CliRunner().invoke(app, ["advise", str(REPORTS / "pro6000x2_phb.txt")]).stdout
+    text = tccl("advise", str(REPORTS / "pro6000x2_phb.txt")).stdout
     assert "At best" not in text
     assert links("3090x2_phb_p2pok.txt") == [(16.0, 16)] * 2
 
@@ -76,7 +75,7 @@ def test_an_unknown_cpu_is_answered_for_both_vendors_where_they_differ():
     amd = advise("pro6000x2_phb.txt", "--cpu", "amd")
     assert "by_cpu" not in amd
     assert amd["default_gbps"] == advise("pro6000x2_amd.xml")["default_gbps"]
-    known = CliRunner().invoke(app, ["advise", str(REPORTS / "pro6000x2_amd.xml"), "--cpu", "amd"])
+    known = tccl("advise", str(REPORTS / "pro6000x2_amd.xml"), "--cpu", "amd")
     assert (known.exit_code, "--cpu" in known.stderr or "`cpu`" in known.stderr) == (2, True)
 
 

@@ -5,9 +5,7 @@ from contextlib import ExitStack
 import msgspec
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from tccl_py.cli.main import app
 from tccl_py.errors import InputError
 from tccl_py.plan.load import load_plan
 from tccl_py.planning.opening import subject_of
@@ -16,6 +14,7 @@ from tccl_py.planning.request import PlanRequest
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
+from tests.commands import tccl
 
 
 @pytest.mark.parametrize("options", [(), ("--nodes", "2")])
@@ -23,7 +22,7 @@ def test_a_request_made_in_python_plans_what_the_command_plans(options, tmp_path
     name = "nvswitch-8gpu-8nic" if options else "h200x4-vm"
     place = tmp_path / "plan"
     words = ["plan", str(place), "--simulate", name, "--rings", "1", "--max-sets", "8", *options]
-    assert CliRunner().invoke(app, words).exit_code == 0
+    assert tccl(*words).exit_code == 0
     budget = Budget(sets=8, idle_sets=100)
     request = PlanRequest(simulate=name, ring_counts=(1,), budget=budget)
     if options:
@@ -43,7 +42,7 @@ def test_a_request_is_checked_when_it_is_made_and_does_not_change():
 
 def test_a_host_of_one_rank_is_told_that_a_ring_joins_two_gpus(tmp_path):
     words = ["plan", str(tmp_path / "plan"), "--simulate", "amd-3090", "--hosts", "solo:1"]
-    result = CliRunner().invoke(app, words)
+    result = tccl(*words)
     assert result.exit_code == 2
     assert "host solo: has 1 GPU to plan for; a ring joins 2 or more" in result.output
 

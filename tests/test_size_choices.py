@@ -5,9 +5,7 @@ from itertools import product
 
 import pytest
 from msgspec.structs import asdict, replace
-from typer.testing import CliRunner
 
-from tccl_py.cli.main import app
 from tccl_py.errors import InputError
 from tccl_py.files import decode_json, encode_json
 from tccl_py.nccl.cost_model import cost_model
@@ -28,6 +26,7 @@ from tccl_py.plan.size_choices import (
     why_no_sizes,
 )
 from tests.cluster_plans import equal_hosts
+from tests.commands import tccl
 from tests.planned import replace_plan
 from tests.test_reference_plans import PLANS
 
@@ -164,12 +163,12 @@ def test_show_and_advise_have_the_table(tmp_path):
     plan = plan_of("amd-v100")
     path = tmp_path / "plan.json"
     path.write_text(encode_json(plan))
-    shown = CliRunner().invoke(app, ["show", str(tmp_path), "--json"])
+    shown = tccl("show", str(tmp_path), "--json")
     assert json.loads(shown.stdout)["by_size"] == [asdict(row) for row in list_by_size(plan)]
-    usual = CliRunner().invoke(app, ["show", str(tmp_path)]).stdout
+    usual = tccl("show", str(tmp_path)).stdout
     assert "all_reduce" not in usual and "256 KiB of all-reduce take" in usual
-    text = CliRunner().invoke(app, ["show", str(tmp_path), "--sizes"]).stdout
+    text = tccl("show", str(tmp_path), "--sizes").stdout
     assert all(name in text for name in ("all_reduce", "ring simple", "broadcast"))
     assert " us" not in text
-    advice = json.loads(CliRunner().invoke(app, ["advise", "amd-v100", "--json"]).stdout)
+    advice = json.loads(tccl("advise", "amd-v100", "--json").stdout)
     assert advice["by_size"] == [asdict(row) for row in list_by_size(plan)]

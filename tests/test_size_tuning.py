@@ -16,9 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from tccl_py.cli.main import app
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.experiments.contests import FINALISTS, Tuner, all_choices, halve
 from tccl_py.experiments.jobs import HostRanks, Launcher
@@ -53,6 +51,7 @@ from tccl_py.rank_processes.tasks import RankOutput
 from tccl_py.report.contents import read_contents
 from tccl_py.report.page import report_html
 from tccl_py.workloads.workload import Workload, WorkloadRow
+from tests.commands import tccl
 from tests.planned import SMALL, plan_of, replace_plan
 from tests.plugin.runs import plugin_library
 from tests.report_pages import Page
@@ -551,9 +550,9 @@ def test_the_report_draws_latency_and_bandwidth_by_size_and_show_lists_the_entri
     assert all(math.isfinite(float(x)) for line in lines for x in re.findall(r"[0-9.]+", line))
     bands = [found for found in page.all("path") if "band tuned" in found.get("class", "")]
     assert bands
-    shown = CliRunner().invoke(app, ["show", "--sizes", str(tmp_path)], env={"COLUMNS": "200"})
+    shown = tccl("show", "--sizes", str(tmp_path), env={"COLUMNS": "200"})
     assert "ring ll 2" in shown.stdout
-    found = json.loads(CliRunner().invoke(app, ["show", str(tmp_path), "--json"]).stdout)
+    found = json.loads(tccl("show", str(tmp_path), "--json").stdout)
     (entry,) = found["tunings"][0]["entries"]
     assert (entry["algorithm"], entry["protocol"], entry["channels"]) == ("ring", "ll", 2)
     rows = {(row["collective"], row["bytes"]): row for row in found["tunings"][0]["rows"]}

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from typer.testing import CliRunner
 
-from tccl_py.cli.main import app
 from tccl_py.errors import InputError
 from tccl_py.nccl.plugin import LIBRARY
 from tccl_py.nccl.tuner import COLLECTIVES, TunerEntry, TunerTable, check_tables, tuner_csv
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.results import Tuning, keep_tuning, load_tuning
 from tccl_py.plan.staging import check_files, read_manifest
+from tests.commands import tccl
 from tests.planned import SMALL, plan_of
 
 K = 1024
@@ -187,13 +186,13 @@ def test_export_writes_the_csv_of_a_tuned_plan_alone(tmp_path):
     place.mkdir()
     write_plan(plan, place)
     command = ["export", str(place), "--runtime", "tuner", "-o", str(tmp_path / "csv")]
-    assert CliRunner().invoke(app, command).exit_code == 2
+    assert tccl(*command).exit_code == 2
     keep_tuning(tuning_of(plan, table(entry(), gpus=plan.gpus)), plan, place)
-    done = CliRunner().invoke(app, command)
+    done = tccl(*command)
     assert done.exit_code == 0
     assert read_csv((tmp_path / "csv").read_text()) == {len(plan.gpus): [entry()]}
-    assert CliRunner().invoke(app, command).exit_code == 2
-    assert CliRunner().invoke(app, [*command[:-2], "--nccl", "2.30"]).exit_code == 2
+    assert tccl(*command).exit_code == 2
+    assert tccl(*command[:-2], "--nccl", "2.30").exit_code == 2
 
 
 def test_tables_do_not_change_once_made():

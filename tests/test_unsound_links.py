@@ -7,9 +7,7 @@ from itertools import combinations, permutations
 import msgspec
 import pytest
 from msgspec import UNSET
-from typer.testing import CliRunner
 
-from tccl_py.cli.main import app
 from tccl_py.cli.plan import until_jobs_decide
 from tccl_py.errors import BrokenLinkError, InputError, MeasurementError
 from tccl_py.experiments.target import read_target
@@ -31,6 +29,7 @@ from tccl_py.planning.request import PlanRequest
 from tccl_py.readers.nccl_topology import parse_nccl_topology
 from tccl_py.search.problem import Budget
 from tccl_py.sources.bench import Bench
+from tests.commands import tccl
 from tests.faulty_links import WHAT, Faulty, facts_on, links_of, random_faults, used_links
 from tests.networked import MadeUp, networked_machine
 from tests.random_machines import random_machine
@@ -310,9 +309,9 @@ def test_the_proof_stays_beside_its_plan_and_is_shown(tmp_path):
     plan = make_plan(PCIE, facts_on([NEAR]), MadeUp(0), budget=FEW)
     write_plan(plan, tmp_path)
     ProvenLinks(proof=proof_of(default="hangs")).keep(tmp_path)
-    shown = CliRunner().invoke(app, ["show", str(tmp_path), "--json"])
+    shown = tccl("show", str(tmp_path), "--json")
     assert json.loads(shown.stdout)["links"]["by_nccl"][0]["verdict"] == "hangs"
-    assert f"links: hangs; {WHAT}" in CliRunner().invoke(app, ["show", str(tmp_path)]).stdout
+    assert f"links: hangs; {WHAT}" in tccl("show", str(tmp_path)).stdout
     read_target(load_plan(tmp_path), tmp_path).write()
     assert ProvenLinks.load(tmp_path).proof == proof_of(default="hangs")
     write_plan(plan, tmp_path)

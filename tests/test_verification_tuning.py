@@ -11,10 +11,8 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 from msgspec.structs import replace
-from typer.testing import CliRunner
 
 from tccl_py.cli import verify
-from tccl_py.cli.main import app
 from tccl_py.errors import InputError, SourceLostError, Terminated
 from tccl_py.experiments import plans
 from tccl_py.experiments.record import Verification
@@ -34,6 +32,7 @@ from tccl_py.plan.text import summary
 from tccl_py.planning.handle import load_plan
 from tccl_py.simulator.descriptions import model_for, read_description
 from tests.cluster_plans import LOCAL, NOTHING, PAIR, cluster_plan, equal_hosts, mixed
+from tests.commands import tccl
 from tests.planned import replace_plan
 from tests.processes import children
 from tests.profiler_clusters import agents_in_processes
@@ -452,7 +451,7 @@ def command(tmp_path, monkeypatch):
     def run(fake, *options):
         monkeypatch.setattr("tccl_profiler.cluster.agents.RankJobs", lambda job: fake)
         words = ["verify", str(tmp_path), "--backend", "host", "--sizes", "16K,64M", "--tune"]
-        return CliRunner().invoke(app, [*words, *options])
+        return tccl(*words, *options)
 
     return run
 
@@ -466,7 +465,7 @@ def test_the_command_tunes_the_plan_of_the_jobs_hosts(command, tmp_path):
     words = "graph file, NCCL_NET_DISABLE_INTRA=1, NCCL_BUFFSIZE=524288, NCCL_ALGO=Ring, 8 channels"
     assert f"tccl: tuned: {words}\n" in told.stderr
     assert load_plan(tmp_path).settings.buffsize == 512 << 10
-    assert CliRunner().invoke(app, ["show", str(tmp_path)]).exit_code == 0
+    assert tccl("show", str(tmp_path)).exit_code == 0
 
 
 def test_a_plan_that_was_just_written_is_tuned_by_its_job(tmp_path, monkeypatch, capsys):
@@ -539,7 +538,7 @@ def test_a_measured_plan_is_tuned_after_its_workers_have_ended(tmp_path, monkeyp
         monkeypatch.setattr(
             "tccl_py.cli.measure.controlled_job", lambda: contextlib.nullcontext(job)
         )
-        told = CliRunner().invoke(app, [*words, "--interfaces", "lo", "--json"])
+        told = tccl(*words, "--interfaces", "lo", "--json")
     assert (told.exit_code, told.exception) == (0, None), told.stderr
     assert seen == [(place, "host", [])]
     assert json.loads(told.stdout)["rate_gbps"] == 12.0
@@ -560,7 +559,7 @@ def test_a_host_without_torch_is_named_before_anything_is_planned(tmp_path, monk
         monkeypatch.setattr(
             "tccl_py.cli.measure.controlled_job", lambda: contextlib.nullcontext(job)
         )
-        told = CliRunner().invoke(app, [*words, "--interfaces", "lo", "--tune"])
+        told = tccl(*words, "--interfaces", "lo", "--tune")
     assert (told.exit_code, told.stdout) == (2, "")
     assert "host h1: lacks torch" in told.stderr
     assert not (tmp_path / "plan").exists()

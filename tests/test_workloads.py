@@ -6,9 +6,7 @@ from typing import get_args
 
 import msgspec
 import pytest
-from typer.testing import CliRunner
 
-from tccl_py.cli.main import app
 from tccl_py.errors import InputError
 from tccl_py.experiments.collectives import Collective
 from tccl_py.workloads.bundled import BUNDLED, load_bundled
@@ -20,6 +18,7 @@ from tccl_py.workloads.workload import (
     read_workload,
     write_workload,
 )
+from tests.commands import tccl
 
 ROW = WorkloadRow(
     collective="all_reduce", dtype="bfloat16", bytes=1 << 20, groups=((0, 1), (2, 3)), calls=4
@@ -147,13 +146,13 @@ def test_bundled_workloads_have_the_parameters_that_their_papers_state():
 def test_groups_of_unlike_sizes_are_shown_with_their_sizes(tmp_path):
     row = msgspec.structs.replace(ROW, groups=((0, 1), (2, 3, 4), (5, 6)))
     write_workload(msgspec.structs.replace(WORKLOAD, ranks=7, rows=(row,)), tmp_path / "job.json")
-    shown = CliRunner().invoke(app, ["workload", str(tmp_path / "job.json")])
+    shown = tccl("workload", str(tmp_path / "job.json"))
     assert "2 x 2 ranks, 1 x 3 ranks" in shown.stdout
 
 
 def test_a_directory_is_no_file_for_a_workload(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    asked = CliRunner().invoke(app, ["workload", "fsdp", "-o", "."])
+    asked = tccl("workload", "fsdp", "-o", ".")
     assert (asked.exit_code, asked.stdout) == (2, "")
     assert "--output .: is no file that can be made" in asked.stderr
 
@@ -165,6 +164,6 @@ def test_an_unknown_name_lists_the_bundled_ones():
 
 def test_ranks_of_a_file_are_its_own(tmp_path):
     write_workload(WORKLOAD, tmp_path / "job.json")
-    asked = CliRunner().invoke(app, ["workload", str(tmp_path / "job.json"), "--ranks", "2"])
+    asked = tccl("workload", str(tmp_path / "job.json"), "--ranks", "2")
     assert (asked.exit_code, asked.stdout) == (2, "")
     assert "--ranks: is for a bundled workload" in asked.stderr
