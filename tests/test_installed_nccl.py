@@ -150,9 +150,9 @@ def test_a_plan_of_hosts_is_for_what_they_told(told, version, said):
 def test_a_simulated_plan_is_for_the_newest_whatever_is_installed(monkeypatch, tmp_path):
     found_here(monkeypatch, InstalledNccl(version="2.18.3", source="x"))
     words = ["plan", str(tmp_path / "p"), "--simulate", "h200x4-vm", "--max-sets", "5"]
-    result = tccl(*words, "--gpus", "0,1")
+    result = tccl(*words, "--gpus", "0,1", "--json")
     assert result.exit_code == 0, result.output
-    assert "NCCL            2.30" in result.stdout
+    assert '"version": "2.30"' in result.stdout
     assert "2.18" not in result.output
 
 
