@@ -50,8 +50,6 @@ from tccl_py.planning.planner import make_plan
 from tccl_py.rank_processes.tasks import RankOutput, RanksError
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
-from tccl_py.sources import profiled
-from tccl_py.sources.profiled import ProfilerSource
 from tests.commands import tccl
 from tests.nccl_cases import CASES, VERDICTS
 from tests.planned import needing_a_graph, plan_of
@@ -329,10 +327,6 @@ def test_a_measured_plan_has_nccls_own_rings_and_files_that_it_loads(monkeypatch
     faked(monkeypatch, Fake("h200x4-vm"))
     rings, asks = installed(monkeypatch, h200, answer([(0, 2, 1, 3)]))
     monkeypatch.setattr("tccl_py.planning.installed_nccl.rings_here", lambda *_: rings)
-    modes, prepared = [0, 0, 3, 0], []
-    states = [(GpuConditions(gpu=gpu, compute_mode=mode), ()) for gpu, mode in enumerate(modes)]
-    monkeypatch.setattr(profiled, "conditions_of", lambda gpus: [states[gpu] for gpu in gpus])
-    monkeypatch.setattr(ProfilerSource, "prepare", lambda _: prepared.append("workers"))
 
     def refused(variables, questions, **_):
         if questions[0].graph is None:
@@ -351,9 +345,6 @@ def test_a_measured_plan_has_nccls_own_rings_and_files_that_it_loads(monkeypatch
     assert result.exit_code == 2
     assert "nccl/graph.xml: NCCL here does not" in result.stderr
     assert [path.name for path in place.iterdir()] == ["measurements.jsonl"]
-    # One process of NCCL has to be alone on GPU 2.
-    assert not prepared
-    states[:] = [(GpuConditions(gpu=gpu, compute_mode=None), ()) for gpu in range(4)]
     monkeypatch.setattr("tccl_py.planning.installed_nccl.with_answers", tried)
     result = tccl(*words)
     assert result.exit_code == 0
@@ -363,14 +354,6 @@ def test_a_measured_plan_has_nccls_own_rings_and_files_that_it_loads(monkeypatch
     assert any("the plan takes what it runs" in one for one in plan.notices)
     assert "it was tried" in plan.notices
     assert len(asks) == 2
-    # Its sets were measured before.
-    assert not prepared
-    monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "12")
-    assert tccl("plan", tmp_path / "shared", *words[3:]).exit_code == 0
-    assert not prepared
-    monkeypatch.delenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
-    assert tccl("plan", tmp_path / "new", *words[3:]).exit_code == 0
-    assert len(prepared) == 1
 
 
 def answer(rings, *, version="2.28.9", via="P2P/CUMEM", channels=12, fallback=False):

@@ -23,7 +23,7 @@ from tccl_py.nccl.proof import AskedJob, JobsProof
 from tccl_py.nccl.values import RankProof, prove_values
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.results import ProvenLinks
-from tccl_py.planning.proof import CONTROL, Evidence
+from tccl_py.planning.proof import CONTROL, Evidence, gather_evidence
 from tccl_py.rank_processes.tasks import RankOutput, RanksError, Task, run_each
 from tests.commands import tccl
 from tests.planned import SMALL
@@ -242,7 +242,44 @@ def test_of_jobs_that_run_together_one_fails_and_the_others_end(tmp_path):
     assert ended.results == ("1", "1")
 
 
+@pytest.mark.parametrize(
+    ("shared", "nccl", "alone", "order"),
+    [
+        # Processes that measure start beside the jobs, once it is known that the GPUs are idle.
+        (True, True, False, ["ready", ["links", "communicators"]]),
+        (True, True, True, [["links"], ["communicators"]]),
+        (False, True, False, [["links"], ["communicators"], ["communicators"]]),
+        (True, False, False, [["links"]]),
+    ],
+)
+def test_kernels_run_beside_nccl_where_processes_may_share_gpus(
+    monkeypatch, shared, nccl, alone, order
+):
+    done = []
+
+    def run(tasks):
+        done.append(sorted({task.program.rpartition(".")[2] for task in tasks}, reverse=True))
+        return [RanksError([0], "stands for any end", "")] * len(tasks)
+
+    for name, stand_in in {
+        "why_not_asked": lambda _: "",
+        "why_no_default": lambda: "",
+        "why_no_kernels": lambda: "",
+        "several_processes_may_use": lambda _: shared,
+        "run_each": run,
+    }.items():
+        monkeypatch.setattr(f"tccl_py.planning.proof.{name}", stand_in)
+    version = "2.28" if nccl else None
+    place = Fake(SMALL).place()
+    gather_evidence(place, GPUS, version, alone=alone, ready=lambda: done.append("ready"))
+    assert done[: len(order)] == order
+    assert ("ready" in done) == ("ready" in order)
+
+
 # What commands make of it.
+GPUS = Fake(SMALL).model.machine.gpu_indices
+
+
 def evidence(bad=(), default="sound"):
     """What kernels and NCCL showed of SMALL: pairs with a GPU of `bad` hang."""
     pairs = [
@@ -260,9 +297,6 @@ def evidence(bad=(), default="sound"):
         for of, verdict in ((CONTROL, "sound"), ({}, default))
     ]
     return Evidence(pairs=tuple(pairs), jobs=tuple(jobs))
-
-
-GPUS = Fake(SMALL).model.machine.gpu_indices
 
 
 @pytest.fixture

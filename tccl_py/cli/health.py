@@ -76,7 +76,7 @@ if TYPE_CHECKING:
 
     from tccl_py.experiments.communication import Communication
     from tccl_py.health.advice import Advice
-    from tccl_py.nccl.proof import AskedJob
+    from tccl_py.health.proving import ProvenHost
 
 _MAX_SECONDS = 86_400
 _CHECK_S, _PREFLIGHT_S = 120.0, 60.0
@@ -333,16 +333,16 @@ def advise(
         tccl advise my-plan --workload tensor-parallel-decode
     """
     from tccl_py.cli.plan import job_workload, plan_by_workload  # noqa: PLC0415 (slow)
-    from tccl_py.cli.proving import proven_host  # noqa: PLC0415
+    from tccl_py.cli.proving import prove_into  # noqa: PLC0415
     from tccl_py.health.advice import advice_by, advice_request, answers_by_cpu  # noqa: PLC0415
     from tccl_py.health.pasted import findings_lines, read_pasted  # noqa: PLC0415
     from tccl_py.planning.opening import machine_subject  # noqa: PLC0415
     from tccl_py.simulator.descriptions import is_named, load_machine  # noqa: PLC0415
 
     job = None if workload is None else job_workload(workload)
-    predicted, line, diagnosis, findings, model = None, "", None, None, None
-    asked: tuple[AskedJob, ...] = ()
+    predicted, line, findings, model = None, "", None, None
     names, measured = _machine_of_plan(names)
+    proven: list[ProvenHost] = []
     machine = names[0] if names else None
     request = advice_request(machine, p2p=p2p_argument(p2p), cpu=cpu_argument(cpu))
     of_models = {"--p2p": p2p, "--cpu": cpu, "--workload": workload}
@@ -351,8 +351,6 @@ def advise(
         if machine is None:
             del of_models["--workload"]
             refuse(of_models, ("without MACHINE", "is about models", "name a MACHINE"))
-            host, links, asked = proven_host(plans=True)
-            diagnosis, request = examine(host), replace(request, links=links)
         elif names is not None and (len(names) > 1 or not is_named(machine)):
             pasted = read_pasted(names)
             findings, model = pasted.findings, pasted.model
@@ -366,13 +364,14 @@ def advise(
         else:
             model = load_machine(machine)
         try:
-            subject = machine_subject(request, notice, asked, model=model)
+            subject = machine_subject(request, notice, prove_into(proven), model=model)
         except InputError as error:
             if machine is not None or error.where.startswith("cupy"):
                 raise
             right = "name a MACHINE, as in `tccl advise topology.xml`"
             raise InputError(error.where, error.what, right) from error
         made = subject.search(None)
+        diagnosis = examine(proven[0].host) if proven else None
         if job is not None:
             made, predicted, line = plan_by_workload(made, job, subject.model)
         advice = advice_by(made, subject, diagnosis)

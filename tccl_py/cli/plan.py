@@ -36,6 +36,7 @@ from tccl_py.errors import (
 )
 from tccl_py.interrupts import INTERRUPTED
 from tccl_py.launchers import in_job
+from tccl_py.model.measurement import JOURNAL_FILE
 from tccl_py.nccl.settings import MAX_GID_INDEX, pinned_env_text
 from tccl_py.nccl.versions import asked_version, known_versions
 from tccl_py.plan.directory import files_of, write_plan
@@ -53,7 +54,7 @@ from tccl_py.planning.hardware import limit_sentences
 from tccl_py.planning.opening import ring_counts_of, subject_of
 from tccl_py.planning.output import holds_measurements, holds_whole_plan, output_directory
 from tccl_py.planning.request import DEFAULT_BUDGET, EVERY_SET, PlanRequest, pinned_here
-from tccl_py.planning.subject import UNDER_MPI, Subject
+from tccl_py.planning.subject import UNDER_MPI, Prove, Subject
 from tccl_py.search.problem import Budget
 from tccl_py.search.strategies import STRATEGIES
 from tccl_py.simulator.descriptions import bundled_names
@@ -61,9 +62,7 @@ from tccl_py.sources.bench import Bench
 
 if TYPE_CHECKING:
     from tccl_py.experiments.communication import Communication
-    from tccl_py.model.links import Proof
     from tccl_py.model.measurement import Backend
-    from tccl_py.nccl.proof import AskedJob
     from tccl_py.simulator.model import MachineModel
     from tccl_py.sources.hosts import Job
     from tccl_py.workloads.workload import Workload
@@ -173,9 +172,9 @@ def plan(
         if tune and not several:
             _check_tuning()
         job = stack.enter_context(_job()) if ranks else None
-        request, asked = _with_proof(request, job)
-        directory = None if force else output
-        subject = subject_of(request, job, stack, notice, asked=asked, directory=directory)
+        known = None if force else output
+        proves = _prove_for(request, job, known)
+        subject = subject_of(request, job, stack, notice, prove=proves, directory=known)
         if job is not None and tune:
             _check_tuning(job)
         limits = () if several else (request.budget.sets, request.budget.seconds)
@@ -193,7 +192,7 @@ def plan(
                     )
                 made = until_jobs_decide(made)
             if not (stays and made.cancelled):
-                _write(made, output, subject, request.links)
+                _write(made, output, subject)
             if not made.cancelled:
                 made = _tune(made, output, subject.source, job, tune)
     if json:
@@ -241,7 +240,7 @@ def _print_end(made: Plan, output: Path, model: MachineModel | None) -> None:
         console.print(grid([(title.ljust(9), text)]), style=style)
 
 
-def _write(made: Plan, output: Path, subject: Subject, links: Proof | None) -> None:
+def _write(made: Plan, output: Path, subject: Subject) -> None:
     with defer_signals():
         write_plan(
             made,
@@ -250,22 +249,22 @@ def _write(made: Plan, output: Path, subject: Subject, links: Proof | None) -> N
             fingerprint=subject.fingerprint,
             tables={} if made.cancelled else subject.table_files(),
         )
-        if links is not None:
-            ProvenLinks(proof=links).keep(output)
+        if subject.links is not None:
+            ProvenLinks(proof=subject.links).keep(output)
 
 
-def _with_proof(request: PlanRequest, job: Job | None) -> tuple[PlanRequest, tuple[AskedJob, ...]]:
-    """Prove the links where GPUs of this host are planned; return what NCCL did for it, too."""
+def _prove_for(request: PlanRequest, job: Job | None, known: Path | None) -> Prove | None:
+    """Return what proves the links where GPUs of this host are planned, beside a plan's files."""
     by_model = request.simulate is not None or request.backend == "host"
     if job is None and not request.names_hosts and not by_model:
-        from tccl_py.cli.proving import proven_host  # noqa: PLC0415 (loads much)
+        from tccl_py.cli.proving import prove_into  # noqa: PLC0415 (loads much)
 
-        _, links, asked = proven_host(force=request.prove, gpus=request.gpus, plans=True)
-        return replace(request, links=links), asked
+        measured = known is not None and holds_measurements(known / JOURNAL_FILE)
+        return prove_into([], force=request.prove, gpus=request.gpus, measured=measured)
     # The hosts of a job prove their links when they are opened.
     if request.prove and (job is None or by_model):
         raise InputError("--prove", "is for GPUs that are measured", "leave it out")
-    return request, ()
+    return None
 
 
 def job_workload(text: str) -> Callable[[int], Workload]:

@@ -44,6 +44,7 @@ def prove_host(
     force: bool = False,
     plans: bool = False,
     say: Callable[[str], None] = lambda _: None,
+    ready: Callable[[], None] = lambda: None,
 ) -> ProvenHost:
     """Prove the links between GPUs of this host, all in processes that are ended.
 
@@ -53,6 +54,7 @@ def prove_host(
         force: try P2P over PCIe also where the host shows that this may do harm.
         plans: a plan follows, which measures by kernels.
         say: gets a line before anything runs on the GPUs.
+        ready: is called when other processes of a plan may start on the GPUs.
 
     Raises InputError: cupy is missing, and a plan follows.
     """
@@ -77,7 +79,9 @@ def prove_host(
     version = nccl.minor if nccl else None
     # What looks slower beside the kernels of the proof is looked at once more without them.
     for alone in (False, True):
-        evidence = gather_evidence(place, chosen, version, withheld, measures=plans, alone=alone)
+        evidence = gather_evidence(
+            place, chosen, version, withheld, measures=plans, alone=alone, ready=ready
+        )
         proof = judge_links(
             evidence.pairs,
             [job.proof for job in evidence.jobs if job.proof is not None],

@@ -78,7 +78,8 @@ def rings_here(
         rings.learn(job.environment, job.answer)
     if HOST_FILE.exists():
         rings.notices.append(f"{HOST_FILE} holds for all NCCL jobs here, default NCCL as well")
-    if why := why_no_default() or why_not_asked(chosen):
+    # What ran jobs has looked at who uses the GPUs: now those that measure may.
+    if why := why_no_default() or ("" if asked else why_not_asked(chosen)):
         rings.unable(why)
     return rings
 

@@ -18,7 +18,7 @@ from tccl_py.plan.chains import Choice, Failure
 from tccl_py.plan.plan import Plan
 from tccl_py.planning.planner import plan_hosts
 from tccl_py.planning.request import PlanRequest, chosen_gpus, not_pinned, of_transports
-from tccl_py.planning.subject import Say, Subject, open_model, with_proof
+from tccl_py.planning.subject import Prove, Say, Subject, open_model, with_proof
 from tccl_py.search.problem import Reporter
 from tccl_py.simulator.model import MachineModel
 
@@ -37,20 +37,20 @@ def subject_of(
     stack: ExitStack,
     say: Say,
     *,
-    asked: Sequence[AskedJob] = (),
+    prove: Prove | None = None,
     directory: Path | None = None,
 ) -> Subject:
     """Open what is planned for. The hosts of a job are left with `stack`.
 
     Args:
-        asked: jobs of the installed NCCL that ran before on this machine.
+        prove: proves the links of this machine, if it is measured.
         directory: hosts join the whole plan of hosts that it holds, if any; None plans anew.
 
     Raises InputError: an unknown machine, hosts that do not fit, or rates of another kind than in
     the directory's plan.
     """
     if job is None and not request.names_hosts:
-        return machine_subject(request, say, asked)
+        return machine_subject(request, say, prove)
     from tccl_py.planning.opening_hosts import cluster_subject  # noqa: PLC0415 (for hosts alone)
 
     return cluster_subject(request, job, stack, say, directory)
@@ -59,7 +59,7 @@ def subject_of(
 def machine_subject(
     request: PlanRequest,
     say: Say,
-    asked: Sequence[AskedJob] = (),
+    prove: Prove | None = None,
     *,
     model: MachineModel | None = None,
 ) -> Subject:
@@ -68,7 +68,7 @@ def machine_subject(
     Raises InputError: an unknown machine, or no GPU here.
     """
     if request.simulate is None and model is None:
-        return _here(request, say, asked)
+        return _here(request, say, prove)
     model, source = open_model(request, model or request.simulate or "")
     gpus = chosen_gpus(model.machine, request.gpus)
     cluster = single_host(model.machine, model.knowledge, gpus)
@@ -80,14 +80,11 @@ def machine_subject(
     return Subject(search=search, source=source, model=model)
 
 
-def _here(request: PlanRequest, say: Say, asked: Sequence[AskedJob]) -> Subject:
+def _here(request: PlanRequest, say: Say, prove: Prove | None) -> Subject:
     """Open this machine; the plan has the notices of measuring."""
     from tccl_py.planning import installed_nccl  # noqa: PLC0415 (asks the NCCL here)
     from tccl_py.sources.opening import open_source  # noqa: PLC0415 (loads the profiler)
-    from tccl_py.sources.profiled import (  # noqa: PLC0415
-        measured_machine,
-        several_processes_may_use,
-    )
+    from tccl_py.sources.profiled import measured_machine  # noqa: PLC0415
 
     place = measured_machine(request.backend, request.devices)
     # No NCCL runs where the host's memory is measured.
@@ -96,19 +93,22 @@ def _here(request: PlanRequest, say: Say, asked: Sequence[AskedJob]) -> Subject:
         request = msgspec.structs.replace(request, version=version)
         for text in not_pinned(request.pinned_env):
             say(text)
-    proof = request.links
-    place = msgspec.structs.replace(place, knowledge=with_proof(place.knowledge, proof))
     named = _named_gpus(request, place, say)
     source = open_source(place, gpus=named, options=request.options)
+    proof: Proof | None = None
+    asked: Sequence[AskedJob] = ()
+    if prove is not None:
+        # Processes on GPUs take seconds to start: those that measure start while links are proven.
+        with ExitStack() as opened:
+            opened.push(source)
+            proof, asked = prove(source.prepare)
+            opened.pop_all()
+    place = msgspec.structs.replace(place, knowledge=with_proof(place.knowledge, proof))
 
     def search(reporter: Reporter | None) -> Plan:
         with source:
             gpus = named or chosen_gpus(place.machine, None)
             rings = installed_nccl.rings_here(place, named, asked)
-            if rings is not None and rings.able and several_processes_may_use(gpus):
-                # Asking NCCL takes seconds, and so does the start of workers. They would be other
-                # processes on the GPUs before.
-                source.prepare()
             cluster = single_host(place.machine, place.knowledge, gpus)
             made = plan_hosts(
                 request, cluster, [source], gpus=gpus, own_rings=rings, reporter=reporter
@@ -122,7 +122,7 @@ def _here(request: PlanRequest, say: Say, asked: Sequence[AskedJob]) -> Subject:
             noticed = (*rings.notices, *noticed)
         return msgspec.structs.replace(made, notices=(*made.notices, *noticed))
 
-    return Subject(search=search, source=source, fingerprint=place.fingerprint)
+    return Subject(search=search, source=source, fingerprint=place.fingerprint, links=proof)
 
 
 def judged_by(plan: Plan, proof: Proof) -> Plan:

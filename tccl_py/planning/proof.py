@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import permutations
 
 import msgspec
@@ -45,6 +45,7 @@ def gather_evidence(
     *,
     measures: bool = False,
     alone: bool = False,
+    ready: Callable[[], None] = lambda: None,
 ) -> Evidence:
     """Prove the links between GPUs of this host, each part in processes that are ended.
 
@@ -54,7 +55,8 @@ def gather_evidence(
         version: of the NCCL here as rules have it; None: there is none.
         withheld: ordered pairs that are not tried, nor any job of NCCL that would use them.
         measures: whether kernels are needed afterwards, too (InputError: cupy is missing).
-        alone: no job of NCCL runs beside the kernels, which may slow it.
+        alone: once more, and no job of NCCL runs beside the kernels, which may slow it.
+        ready: is called when other processes on the GPUs may start, unless it was before.
 
     Kernels prove each granted pair by itself. Jobs of NCCL compare values: the control without P2P
     first, then what the farthest level adds, then default NCCL. The same jobs, and one for each
@@ -62,7 +64,7 @@ def gather_evidence(
     """
     if measures:
         check_cupy()
-    if why := why_not_asked(gpus):
+    if not alone and (why := why_not_asked(gpus)):
         return Evidence(unable=why)
     machine, knowledge = place.machine, place.knowledge
     granted = [
@@ -86,6 +88,8 @@ def gather_evidence(
         most = max(1, MOST_RANKS // len(gpus) - 1) if shared else 1
         parts = [wanted[at : at + most] for at in range(0, len(wanted), most)]
         jobs = [JobsProof(gpus, part, sizes=SIZES) for part in parts]
+    if jobs and shared and not alone:
+        ready()
     # 1. Kernels prove pairs while NCCL starts, where several processes may use a GPU.
     pairs: tuple[PairProof, ...] = ()
     answers: list[AskedJob] = []

@@ -15,7 +15,7 @@ import msgspec
 from tccl_py.errors import InputError, check_type, require, spell
 from tccl_py.files import check_value
 from tccl_py.model.cluster import Cluster, NodeClass, parse_gpus
-from tccl_py.model.links import LinkFact, Proof
+from tccl_py.model.links import LinkFact
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.rings import Hop, HopSpace, Ring, RingSet, ring_like, ring_set
@@ -54,8 +54,8 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     `simulate` names a model; without it rates are measured here, or by the hosts of a job. `nodes`
     and `hosts` are simulated ones, those of a job, or those that a plan is to have. The fields from
     `version` on are as `make_plan` and `make_cluster_plan` take them, and all that `plan_hosts`
-    reads; the others are as the options of `tccl plan`, and `links` the proof of the links of this
-    machine, if one was made. With `prove` P2P that may do harm is tried as well.
+    reads; the others are as the options of `tccl plan`. With `prove` P2P that may do harm is tried
+    as well.
     """
 
     simulate: str | None = None
@@ -81,7 +81,6 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     ib_gid_index: int | None = None
     subnet_prefix: int | None = None
     gpus_per_job: str | None = None
-    links: Proof | None = None
     prove: bool = False
 
     def __post_init__(self) -> None:

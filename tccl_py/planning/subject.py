@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from tccl_py.model.links import Proof
 from tccl_py.model.machine import Fingerprint, Knowledge
+from tccl_py.nccl.proof import AskedJob
 from tccl_py.plan.plan import Plan
 from tccl_py.planning.request import PlanRequest
 from tccl_py.search.problem import Reporter
@@ -19,6 +20,9 @@ from tccl_py.sources.bench import Bench
 from tccl_py.sources.journal import read_journal, widen_journal
 
 Say = Callable[[str], None]
+Prove = Callable[[Callable[[], None]], tuple[Proof | None, Sequence[AskedJob]]]
+"""Proves the links of this machine: a proof, and what NCCL did for it. The function that it gets is
+called once workers of this machine may start."""
 UNDER_MPI = "start the command under mpirun or srun"
 
 
@@ -33,6 +37,8 @@ class Subject(msgspec.Struct, kw_only=True):
     source: Bench | None = None
     model: MachineModel | None = None
     fingerprint: Fingerprint | None = None
+    links: Proof | None = None
+    """The proof by which this machine is planned."""
     grows: bool = False
     known_models: Mapping[str, MachineModel | None] = {}
     table_files: Callable[[], Mapping[str, str]] = dict

@@ -249,6 +249,7 @@ class ProfilerSource:
             self._session.__exit__(*exception)
         elif self._prepared is not None:
             self._prepared.pool.close()
+        self._entered, self._prepared = False, None
 
     def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
         """Measure each set.
