@@ -80,3 +80,17 @@ def test_the_plugins_files_use_what_stands_above_them_in_their_header_alone():
         used = {homes[name] for name in re.findall(r"\b(\w+)\(", path.read_text()) if name in homes}
         later = order[order.index(path.name) + 1 :]
         assert used.isdisjoint(later), (path.name, used)
+
+
+def test_the_architecture_fits_a_page_and_lists_the_packages_in_the_order_of_their_layers():
+    page = (PACKAGE.parent / "ARCHITECTURE.md").read_text()
+    assert len(page.split()) <= 900
+    table = page.partition("## Packages")[2].partition("## Ideas")[0]
+    cells = re.findall(r"^\| (`\S+`(?:, `\S+`)*) \|", table, re.M)
+    listed = re.findall(r"\w+", " ".join(cells))
+    assert {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()} <= {
+        *listed
+    }
+    contract = (PACKAGE.parent / "pyproject.toml").read_text().partition("layers = [")[2]
+    layers = re.findall(r"tccl_py\.(\w+)", contract.partition("]")[0])
+    assert [name for name in layers if name in listed] == listed
