@@ -31,7 +31,6 @@ from tccl_py.planning.choices import mechanisms, own_gbps
 from tccl_py.planning.join import best_rings, plan_over
 from tccl_py.planning.parts import answer_sets, job_gpus
 from tccl_py.planning.request import EVERY_SET, PlanRequest, all_limited, of_transports, task_for
-from tccl_py.search.problem import Reporter
 from tccl_py.sources.bench import Allowance, Bench
 
 FEW_RINGS = 4
@@ -57,7 +56,6 @@ class SeveralHosts:
         sources: Sequence[BandwidthSource | None],
         *,
         kept: Sequence[ClassRates],
-        reporter: Reporter | None,
         tables: list[KeptTable] | None,
     ) -> None:
         self.request, self.cluster, self.gpus = request, cluster, gpus
@@ -72,7 +70,6 @@ class SeveralHosts:
         counts = {1, 2, FEW_RINGS} | {min(len(used), MAX_RINGS) for used in nics}
         more: dict[str, Any] = {
             "ring_counts": request.ring_counts or tuple(sorted(counts)),
-            "reporter": reporter,
             "cabled": bool(cluster.cables),
             "railed": cluster.rails == "only",
         }

@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import msgspec
 
 from tccl_py.errors import MeasurementError
-from tccl_py.files import pick
 from tccl_py.model.cluster import Cluster
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.reports import part_of, split_classes
@@ -58,10 +57,13 @@ class HostsRequest(msgspec.Struct, frozen=True):
     """The tables of their classes."""
     notices: tuple[str, ...] = ()
     """The notices of that plan."""
-    reporter: Reporter | None = None
-    """Told of the search's steps."""
     tables: list[KeptTable] | None = None
     """Takes the tables of all classes."""
+
+    def report_to(self, reporter: Reporter | None) -> HostsRequest:
+        """Return the same with a reporter of the search."""
+        replace = msgspec.structs.replace
+        return replace(self, request=replace(self.request, reporter=reporter))
 
     def known_hosts(self) -> tuple[dict[str, int], dict[int, list[Sample]]]:
         """Return the classes of known hosts, and the best sets of each class by its number.
@@ -93,8 +95,7 @@ class HostsRequest(msgspec.Struct, frozen=True):
         # tables that are still missing are said to be again.
         before = (n for n in self.notices if n != TUNED_NOTE and NO_TABLE not in n)
         of_classes = [sources.get(node_class.name) for node_class in cluster.classes]
-        more = pick(self, "kept", "reporter", "tables")
-        made = plan_hosts(self.request, cluster, of_classes, **more)
+        made = plan_hosts(self.request, cluster, of_classes, kept=self.kept, tables=self.tables)
         texts = dict.fromkeys((*before, *made.notices, *notices))
         return msgspec.structs.replace(made, notices=tuple(texts))
 

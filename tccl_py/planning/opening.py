@@ -75,7 +75,8 @@ def machine_subject(
 
     def search(reporter: Reporter | None) -> Plan:
         with source:
-            return plan_hosts(request, cluster, [source], gpus=gpus, reporter=reporter)
+            watched = msgspec.structs.replace(request, reporter=reporter)
+            return plan_hosts(watched, cluster, [source], gpus=gpus)
 
     return Subject(search=search, source=source, model=model)
 
@@ -110,9 +111,8 @@ def _here(request: PlanRequest, say: Say, prove: Prove | None) -> Subject:
             gpus = named or chosen_gpus(place.machine, None)
             rings = installed_nccl.rings_here(place, named, asked)
             cluster = single_host(place.machine, place.knowledge, gpus)
-            made = plan_hosts(
-                request, cluster, [source], gpus=gpus, own_rings=rings, reporter=reporter
-            )
+            watched = msgspec.structs.replace(request, reporter=reporter)
+            made = plan_hosts(watched, cluster, [source], gpus=gpus, own_rings=rings)
             conditions = source.conditions
         made = made if proof is None else judged_by(made, proof)
         noticed = source.summary(conditions)

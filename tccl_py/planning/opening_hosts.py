@@ -159,8 +159,7 @@ def _of_hosts(asked: HostsRequest, models: Models) -> tuple[Subject, Cluster]:
 
     def search(reporter: Reporter | None) -> Plan:
         with source or nullcontext():
-            told = msgspec.structs.replace(asked, reporter=reporter)
-            return plan_unmeasured(told, cluster, source, by_name)
+            return plan_unmeasured(asked.report_to(reporter), cluster, source, by_name)
 
     return Subject(search=search, source=source, model=model), cluster
 
@@ -209,8 +208,7 @@ def _of_job(
 
     def search(reporter: Reporter | None) -> Plan:
         try:
-            told = msgspec.structs.replace(asked, reporter=reporter)
-            made = plan_job(source, cluster, told, say=say_each)
+            made = plan_job(source, cluster, asked.report_to(reporter), say=say_each)
             return msgspec.structs.replace(made, notices=(*doubts, *made.notices))
         finally:
             source.close()

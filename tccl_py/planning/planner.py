@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -66,17 +66,21 @@ def plan_hosts(
     gpus: tuple[int, ...] | None = None,
     kept: Sequence[ClassRates] = (),
     own_rings: OwnRings | None = None,
-    reporter: Reporter | None = None,
     tables: list[KeptTable] | None = None,
 ) -> Plan:
     """Plan for the hosts of a cluster, one or several, with a source for each of its classes.
 
-    The chains of a single host close to rings inside it; `gpus` are those to join there, None as
-    many of the lowest indices as it has ranks. `own_rings` is for a single host, `kept` and
-    `tables` for several; these and `reporter` are as `make_plan` and `make_cluster_plan` take them.
+    Args:
+        request: what is planned for. Its fields from `version` on are read.
+        cluster: the hosts. The chains of a single one close to rings inside it.
+        sources: answer the sets of each class.
+        gpus: those to join on a single host; None is as many of the lowest as it has ranks.
+        kept: tables of classes of several hosts, measured earlier.
+        own_rings: returns NCCL's own rings on a single host; None computes them by its rules.
+        tables: a list that takes the tables of every class of several hosts.
 
     Raises InputError: unknown version or strategy, or pinned variables that say nothing of P2P; or
-    as those.
+    as `make_plan` and `make_cluster_plan`.
     """
     pinned = pinned_values(request.pinned_env, where="pinned environment")
     version = plain_version(request.version or ASSUMED)
@@ -87,12 +91,18 @@ def plan_hosts(
         None if source is None else bench_for(source, host.machine.name)
         for source, host in zip(sources, cluster.classes, strict=True)
     ]
-    more: dict[str, Any] = {"own_rings": own_rings, "reporter": reporter}
-    more["of_hosts"] = {"kept": kept, "tables": tables}
+    hosts: OneHost | SeveralHosts
     while True:
         try:
             with _judging_links(filter(None, benches)):
-                return _plan(request, cluster, class_gpus, benches, **more)
+                of_all = request, cluster, class_gpus, benches
+                if cluster.closes:
+                    hosts = OneHost(*of_all, own_rings=own_rings)
+                else:
+                    from tccl_py.planning import cluster_planner  # noqa: PLC0415 (not for one)
+
+                    hosts = cluster_planner.SeveralHosts(*of_all, kept=kept, tables=tables)
+                return _plan(hosts)
         except UnsoundLinkError:
             # The benches remember what they measured, and each time a link more is known.
             del (tables or [])[:]
@@ -132,27 +142,8 @@ def _with_links(
     return msgspec.structs.replace(cluster, classes=tuple(classes))
 
 
-def _plan(
-    request: PlanRequest,
-    cluster: Cluster,
-    class_gpus: Sequence[Order],
-    sources: Sequence[Bench | None],
-    *,
-    of_hosts: dict[str, Any],
-    own_rings: OwnRings | None,
-    reporter: Reporter | None,
-) -> Plan:
-    """Plan for the hosts of a cluster, of which all links are known that no plan may use."""
-    hosts: OneHost | SeveralHosts
-    if cluster.closes:
-        hosts = OneHost(
-            request, cluster, class_gpus, sources[0], own_rings=own_rings, reporter=reporter
-        )
-    else:
-        from tccl_py.planning import cluster_planner  # noqa: PLC0415 (not for one)
-
-        of_hosts["reporter"] = reporter
-        hosts = cluster_planner.SeveralHosts(request, cluster, class_gpus, sources, **of_hosts)
+def _plan(hosts: OneHost | SeveralHosts) -> Plan:
+    """Plan for hosts of which all links are known that no plan may use."""
     with all_limited(hosts.sources, hosts.allowance):
         plan = hosts.plan()
         further = iter(()) if plan.cancelled else hosts.with_parts(plan)
@@ -166,7 +157,7 @@ def _plan(
         short = (CUT_SHORT,) * (searches or any(source.cut_short for source in hosts.sources))
     return msgspec.structs.replace(
         plan,
-        notices=(*plan.notices, *short, *doubtful_uplinks(cluster)),
+        notices=(*plan.notices, *short, *doubtful_uplinks(hosts.cluster)),
         sets_measured=sum(source.sets_measured for source in hosts.sources),
         sets_remembered=sum(source.sets_remembered for source in hosts.sources),
         sets_by_symmetry=hosts.sets_by_symmetry,
@@ -183,22 +174,28 @@ class OneHost:
         request: PlanRequest,
         cluster: Cluster,
         gpus: Sequence[Order],
-        source: BandwidthSource | None,
+        sources: Sequence[BandwidthSource | None],
         *,
         own_rings: OwnRings | None,
-        reporter: Reporter | None,
     ) -> None:
         self.request, self.cluster, self.gpus = request, cluster, gpus
-        (host,) = cluster.classes
+        (host,), (source,) = cluster.classes, sources
+        where, count = f"host {cluster.names[0]}", len(gpus[0])
         if source is None:
-            fault, right = "has no source", "give one that measures its GPUs"
-            raise InputError(f"host {cluster.names[0]}", fault, right)
-        few = f"has {spell(len(gpus[0]), 'GPU')} to plan for"
-        require(len(gpus[0]) > 1, f"host {cluster.names[0]}", few, "a ring joins 2 or more")
-        counts = request.ring_counts or (RING_COUNTS if len(gpus[0]) <= 8 else FEW_RING_COUNTS)
-        more: dict[str, Any] = {"ring_counts": counts, "fewest_first": request.ring_counts is None}
-        more |= {"placement": True, "own_rings": own_rings, "reporter": reporter}
-        self.task = task_for(Task, request, host, source, gpus[0], **more)
+            raise InputError(where, "has no source", "give one that measures its GPUs")
+        few = f"has {spell(count, 'GPU')} to plan for"
+        require(count > 1, where, few, "a ring joins 2 or more")
+        self.task = task_for(
+            Task,
+            request,
+            host,
+            source,
+            gpus[0],
+            ring_counts=request.ring_counts or (RING_COUNTS if count <= 8 else FEW_RING_COUNTS),
+            fewest_first=request.ring_counts is None,
+            placement=True,
+            own_rings=own_rings,
+        )
         self.sources = [self.task.source]
         self.allowance = Allowance(request.budget.sets, request.budget.seconds)
 
@@ -351,12 +348,10 @@ def make_plan(
         budget=budget,
         pinned_env=pinned_env or {},
         subsets=subsets,
+        reporter=reporter,
     )
     cluster = single_host(machine, knowledge, indices)
-    plan = plan_hosts(
-        request, cluster, [source], gpus=indices, own_rings=own_rings, reporter=reporter
-    )
-    return with_methods(plan)
+    return with_methods(plan_hosts(request, cluster, [source], gpus=indices, own_rings=own_rings))
 
 
 def make_cluster_plan(
@@ -410,9 +405,9 @@ def make_cluster_plan(
         keep_order=keep_order,
         ib_gid_index=ib_gid_index,
         gpus_per_job=gpus_per_job,
+        reporter=reporter,
     )
-    plan = plan_hosts(request, cluster, sources, kept=kept, reporter=reporter, tables=tables)
-    return with_methods(plan)
+    return with_methods(plan_hosts(request, cluster, sources, kept=kept, tables=tables))
 
 
 def _counts(ring_counts: Sequence[int] | None) -> tuple[int, ...] | None:

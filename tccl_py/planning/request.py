@@ -51,43 +51,65 @@ DEFAULT_BUDGET = Budget(sets=MOST_SETS, idle_sets=100)
 class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What is planned for, what gives the rates, and how rings are searched; None is not given.
 
-    `simulate` names a model; without it rates are measured here, or by the hosts of a job. `nodes`
-    and `hosts` are simulated ones, those of a job, or those that a plan is to have. The fields from
-    `version` on are as `make_plan` and `make_cluster_plan` take them, and all that `plan_hosts`
-    reads; the others are as the options of `tccl plan`. With `prove` P2P that may do harm is tried
-    as well.
+    The fields from `version` on are all that `plan_hosts` reads.
     """
 
     simulate: str | None = None
+    """A model by its name or file; without it rates are measured here, or by the hosts of a job."""
     p2p: bool | None = None
+    """Whether the model's GPUs have P2P, if it does not say."""
     cpu: str | None = None
+    """The vendor of its CPUs, if it does not say."""
     noise: float | None = None
+    """The relative spread of simulated samples."""
     seed: int | None = None
+    """The seed of the noise."""
     backend: str | None = None
+    """The backend "cuda", or "host" for host memory in the place of GPUs."""
     devices: int | None = None
+    """How many devices the host backend has."""
     target: float | None = None
+    """The width of rates' 95 % interval, relative, up to which a set is repeated."""
     interfaces: str | None = None
+    """The network interfaces that are NICs N0, N1, ..., with commas."""
     nodes: int | None = None
+    """How many hosts are simulated."""
     hosts: str | None = None
+    """Hosts that are simulated, those of a job, or those that a plan is to have; or their file."""
     switches: Path | None = None
+    """A file of switches or cables."""
     gpus: str | None = None
+    """GPUs of a single host, as "0-3"."""
     version: str | None = None
+    """NCCL's version."""
     pinned_env: Mapping[str, str] = {}
+    """NCCL's variables that all jobs have, with the plan or without."""
     ring_counts: tuple[Annotated[int, msgspec.Meta(ge=1)], ...] | None = None
+    """How many rings a set may have."""
     strategy: str | Strategy = "best-first"
+    """Of the search: a name in `STRATEGIES`, or a function as `find_rings` takes it."""
     budget: Budget = DEFAULT_BUDGET
+    """Of the whole plan; over several hosts sets are of each class."""
     subsets: bool | None = None
+    """Whether smaller sets of GPUs get rings; None is only where graph files are recommended."""
     keep_order: bool = False
+    """Whether hosts stay in the given order."""
     ib_gid_index: int | None = None
+    """The address of RoCE ports for NCCL."""
     subnet_prefix: int | None = None
+    """The bits of addresses by which NCCL tells cables apart."""
     gpus_per_job: str | None = None
+    """Sets of GPUs of a host that tables for jobs are for, as `job_gpus` reads them."""
     prove: bool = False
+    """Whether P2P that may do harm is tried as well."""
+    reporter: Reporter | None = None
+    """Watches the search; KeyboardInterrupt ends it with the best so far."""
 
     def __post_init__(self) -> None:
         strategy_name(self.strategy)  # Raises InputError
         check_budget(self.budget)
         for field in msgspec.structs.fields(self):
-            if field.name not in ("strategy", "budget", "links"):
+            if field.name not in ("strategy", "budget", "reporter"):
                 check_value(getattr(self, field.name), field.type, where=f"`{field.name}`")
         if self.target is not None:
             _ = self.options  # Raises InputError
@@ -113,31 +135,34 @@ OwnRings = Callable[[Sequence[Settings]], Sequence[DefaultChoice]]
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """The input of planning.
-
-    `p2p_level` is pinned for all jobs, if set. `own_rings` returns NCCL's own rings under each of
-    several settings; None computes them by NCCL's rules. `nics` are those of chains over several
-    hosts. With `placement` the jobs load the NCCL plugin, which places bounce buffers, on `nodes`
-    by GPU where these are known. With `fewest_first` sets of more rings than the fewest are
-    searched only where these may be faster; see `orders_alike`. `spaces` caches hop spaces.
-    """
+    """The search for rings on a class of hosts."""
 
     machine: Machine
     knowledge: Knowledge
     source: Bench
     gpus: tuple[int, ...]
     version: str
+    """NCCL's version."""
     ring_counts: tuple[int, ...] = (1,)
+    """How many rings a set may have."""
     fewest_first: bool = False
+    """Whether more rings than the fewest are searched only where these may be faster; see
+    `orders_alike`."""
     strategy: str | Strategy = "best-first"
     budget: Budget = Budget()
     reporter: Reporter | None = None
     nics: tuple[int, ...] = ()
+    """The NICs of chains over several hosts."""
     p2p_level: Level | None = None
+    """The level that is pinned for all jobs."""
     own_rings: OwnRings | None = None
+    """Returns NCCL's own rings under each of several settings; None computes them by its rules."""
     placement: bool = False
+    """Whether the jobs load the NCCL plugin, which places bounce buffers."""
     nodes: Mapping[int, int] = {}
+    """The NUMA node of each GPU's bounce buffers, where these are known."""
     spaces: dict[tuple[object, ...], HopSpace] = msgspec.field(default_factory=dict)
+    """The hop spaces so far."""
 
     @property
     def default_settings(self) -> Settings:
@@ -260,6 +285,7 @@ def task_for(
         version=request.version or ASSUMED,
         strategy=request.strategy,
         budget=msgspec.structs.replace(request.budget, sets=sets),
+        reporter=request.reporter,
         p2p_level=pinned_level(request.pinned_env),
         **more,
     )
