@@ -221,7 +221,7 @@ class Impatient:
     def __exit__(self, *error):
         return None
 
-    def measured(self, count):
+    def count_sets(self, count):
         pass
 
     def __call__(self, progress):
