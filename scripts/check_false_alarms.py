@@ -46,7 +46,7 @@ def main() -> None:
 def report(name: str, noise: float, between: float, checks: int) -> None:
     case = journalled(name, noise)
     false = sum(
-        checked(case, noise=noise, between=between, seed=seed).drifted for seed in range(checks)
+        checked(case, noise=noise, between=between, seed=seed).has_drifted for seed in range(checks)
     )
     detections = []
     gpus = case.model.machine.gpu_indices
@@ -61,7 +61,7 @@ def report(name: str, noise: float, between: float, checks: int) -> None:
             gpu = gpus[seed % len(gpus)]
             slowed = slower[gpu, share]
             drift = checked(case, noise=noise, between=between, seed=10_000 + seed, now=slowed)
-            hits += drift.drifted
+            hits += drift.has_drifted
             words = drift.points_to
             named += words.startswith(f"GPU {gpu}'s") and " or " not in words
         lost = f"{1 - share:.0%} off one GPU's link"

@@ -68,7 +68,7 @@ def test_without_repetition_nothing_is_certain(case):
 def test_noise_alone_raises_hardly_an_alarm_in_three_hundred_checks(case, between):
     """1 of 100 is allowed. `scripts/check-false-alarms` counts more of them."""
     alarms = sum(
-        checked(case, noise=0.01 + 0.04 * (seed % 2), between=between, seed=seed).drifted
+        checked(case, noise=0.01 + 0.04 * (seed % 2), between=between, seed=seed).has_drifted
         for seed in range(150)
     )
     assert alarms <= 1
@@ -125,7 +125,7 @@ def test_p_values_are_adjusted_for_all_flows_that_are_compared(count):
 def test_a_slower_link_is_found_and_named(case, gpu, left):
     now = exact_rates(with_slower_link(case.model, f"G{gpu}", left))
     drift = checked(case, noise=0.02, seed=7, now=now)
-    assert drift.drifted
+    assert drift.has_drifted
     # Noise hides a tenth in some sets: then one direction of the link may explain as much.
     doubt = " (downtrained?)" if left < 0.9 else ""
     assert drift.points_to.startswith(f"GPU {gpu}'s own PCIe link{doubt}")
@@ -150,7 +150,7 @@ def test_a_change_that_does_not_come_back_is_no_alarm(case):
     once = Disturbed(Simulator(case.model, noise=0.01, seed=3), first=3 * SMALL)
     journal = case.journal(Simulator(case.model, noise=0.01, seed=2))
     drift = find_drift(case.plan, journal, once, effort=Effort(sets=SMALL))
-    assert not drift.drifted
+    assert not drift.has_drifted
     assert once.count > 3 * SMALL
 
 
@@ -248,7 +248,7 @@ class Lost(Slow):
 def test_a_set_that_cannot_be_measured_any_more_is_drift(case):
     journal = case.journal(Simulator(case.model, noise=0.01, seed=5))
     drift = find_drift(case.plan, journal, Lost(case.model))
-    assert drift.drifted
+    assert drift.has_drifted
     assert not drift.changes
     assert all(why.endswith("G0 has fallen off the bus") for why in drift.lost.values())
 

@@ -396,7 +396,7 @@ def test_a_line_with_another_value_of_any_variable_of_the_plan_is_refused(tmp_pa
     path.write_text(f"NCCL_DEBUG=INFO\n{name}={value}\n")
     before = path.read_bytes()
     if equal:
-        assert install(plan, path, dry_run=True).needed
+        assert install(plan, path, dry_run=True).is_needed
         return
     with pytest.raises(InputError, match=f"sets {name}=") as caught:
         install(plan, path, dry_run=False)
