@@ -169,7 +169,7 @@ def _steps(communicator: Communicator, variants: Sequence[Call]) -> list[Callabl
 
     Multiplications alone take about as long as the calls of the first variant alone.
     """
-    begin = stopwatch(communicator, [communicator.device.index])
+    begin = stopwatch(communicator)
     seconds = communicator.maximum(*begin([variants[0]]))
     calls = max(1, min(_MOST_BESIDE, int(_BESIDE_S / max(seconds, 1e-7))))
     multiply = gemms_beside(communicator, begin, repeat(variants[0], calls))

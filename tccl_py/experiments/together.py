@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,43 +21,29 @@ Together = Callable[[Sequence[Call]], tuple[float, ...]]
 
 
 class CudaStopwatch:
-    """Stopwatch with streams for each call, on every device, and the first device's clock.
+    """Stopwatch with a stream for each call, and the device's clock.
 
-    Launched operations must use, or wait for, the current streams, as torch's do. torch queues a
-    copy between devices on both: on shared streams two opposite copies would wait for each other.
+    Launched operations must use, or wait for, the current stream, as torch's do.
     """
 
-    def __init__(self, torch: Any, devices: Sequence[int]) -> None:
-        self._torch, self._devices = torch, devices
-        self._streams: list[list[Any]] = []
+    def __init__(self, communicator: Communicator) -> None:
+        self._on, self._streams = communicator, list[Any]()
 
     def together(self, calls: Sequence[Call]) -> tuple[float, ...]:
         """Begin all calls at the same time; return the seconds of each when all are done."""
-        cuda = self._torch.cuda
+        cuda = self._on.torch.cuda
         while len(self._streams) < len(calls):
-            self._streams.append([cuda.Stream(device) for device in self._devices])
-        self._wait()
-        begun = cuda.Event(enable_timing=True)
-        begun.record(cuda.current_stream(self._devices[0]))
-        ends = []
-        for streams, call in zip(self._streams, calls, strict=False):
-            with contextlib.ExitStack() as current:
-                # Entered last, so that the first device is the current one.
-                for stream in reversed(streams):
-                    stream.wait_event(begun)
-                    current.enter_context(cuda.stream(stream))
+            self._streams.append(cuda.Stream())
+        self._on.wait()
+        begun, *ends = (cuda.Event(enable_timing=True) for _ in range(len(calls) + 1))
+        begun.record()
+        for stream, call, end in zip(self._streams, calls, ends, strict=False):
+            stream.wait_event(begun)
+            with cuda.stream(stream):
                 call()
-            first, *further = streams
-            for stream in further:
-                first.wait_stream(stream)
-            ends.append(cuda.Event(enable_timing=True))
-            ends[-1].record(first)
-        self._wait()
+                end.record()
+        self._on.wait()
         return tuple(begun.elapsed_time(end) / 1e3 for end in ends)
-
-    def _wait(self) -> None:
-        for device in self._devices:
-            self._torch.cuda.synchronize(device)
 
 
 class ThreadStopwatch:
@@ -90,7 +75,7 @@ def run_beside(
     `refill` runs before each.
     """
     with slot():
-        begin = stopwatch(communicator, [communicator.device.index])
+        begin = stopwatch(communicator)
         near = repeat(gemms_beside(communicator, begin, call), 2)
     for number in range(_WARM_UPS + BATCHES):
         with slot():
@@ -102,22 +87,21 @@ def run_beside(
             yield seconds, beside / alone
 
 
-def stopwatch(communicator: Communicator, devices: Sequence[int]) -> Together:
+def stopwatch(communicator: Communicator) -> Together:
     """Return a function that begins calls at the same time on all ranks, and times each."""
-    cuda = communicator.cuda
-    watch = CudaStopwatch(communicator.torch, devices) if cuda else ThreadStopwatch()
+    watch = CudaStopwatch(communicator) if communicator.cuda else ThreadStopwatch()
 
     def begin(calls: Sequence[Call]) -> tuple[float, ...]:
-        communicator.dist.barrier()  # A stopwatch waits for its devices first.
+        communicator.dist.barrier()  # A stopwatch waits for its device first.
         return watch.together(calls)
 
     return begin
 
 
-def gemms_beside(communicator: Communicator, begin: Together, other: Call | None) -> Call:
+def gemms_beside(communicator: Communicator, begin: Together, other: Call) -> Call:
     """Return matrix multiplications that take about as long as another call, on all ranks alike."""
     multiply = gemms(communicator, 4096 if communicator.cuda else 256)
     for _ in range(_WARM_UPS + 1):
-        seconds, of_one = max(begin([other] if other else []), default=0.0), begin([multiply])[0]
+        (seconds,), (of_one,) = begin([other]), begin([multiply])
     count = max(1, min(_MOST_GEMMS, round(seconds / max(of_one, 1e-6))))
     return partial(multiply, int(communicator.maximum(count)))
