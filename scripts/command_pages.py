@@ -1,7 +1,6 @@
-"""Hook of mkdocs: a page for every command of `tccl`, from the command's own help.
+"""Writes the pages of commands, docs/commands: the help of each above what is written by hand.
 
-Examples written by hand in `docs/commands/NAME.md` follow the help; a command without examples gets
-a page too.
+usage: python -m scripts.command_pages
 """
 
 from __future__ import annotations
@@ -9,18 +8,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Mapping
-from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from tccl_py.cli.main import COMMANDS, load_command
 
-if TYPE_CHECKING:
-    from mkdocs.config.defaults import MkDocsConfig
-    from mkdocs.structure.files import Files
-
-FOLDER = PurePosixPath("commands")
-LIST = "<!-- commands -->"
-"""Mark in docs/commands/index.md, replaced by the list of commands."""
+FOLDER = Path(__file__).resolve().parent.parent / "docs" / "commands"
+MARK = "<!-- above by python -m scripts.command_pages -->\n"
+"""Begins what is written by hand; on index.md the list of commands stands above it."""
 
 
 @functools.cache
@@ -40,9 +35,9 @@ def reference(name: str, command: Any) -> str:
     lines = [f"# tccl {name}", "", "```text", synopsis(name, command), "```", ""]
     lines += [help_text(command), ""]
     if arguments:
-        lines += ["## Arguments", "", *(line for param in arguments for line in _entry(param))]
-    lines += ["## Options", "", *(line for param in options for line in _entry(param))]
-    return "\n".join([*lines, *_HELP_OPTION])
+        lines += ["## Arguments", "", *map(_entry, arguments), ""]
+    lines += ["## Options", "", *map(_entry, options)]
+    return "\n".join([*lines, "- `--help`, `-h`: Show the help and exit.", ""])
 
 
 def synopsis(name: str, command: Any) -> str:
@@ -57,12 +52,17 @@ def arguments_and_options(command: Any) -> tuple[list[Any], list[Any]]:
     return tuple([p for p in command.params if p.param_type_name == kind] for kind in kinds)
 
 
-def page(name: str, command: Any, examples: str = "") -> str:
-    """Return the whole page: the help, then examples written by hand."""
-    return f"{reference(name, command)}\n{examples}".rstrip() + "\n"
+def page(text: str, name: str) -> str:
+    """Return a page with what stands above its mark written anew; `name` is a command or index."""
+    above = listed() if name == "index" else reference(name, commands()[name])
+    by_hand = text.partition(MARK)[2] or text
+    return f"{above}\n{MARK}{by_hand}"
 
 
-_HELP_OPTION = ("`--help`, `-h`", ":   Show the help and exit.", "")
+def listed() -> str:
+    """Return the list of commands."""
+    rows = [f"| [{name}]({name}.md) | {summary(command)} |" for name, command in commands().items()]
+    return "\n".join(["# Commands", "", "| command | does |", "|---|---|", *rows, ""])
 
 
 def help_text(command: Any) -> str:
@@ -76,9 +76,8 @@ def _argument(param: Any) -> str:
     return f"{text}{more}" if param.required else f"[{text}{more}]"
 
 
-def _entry(param: Any) -> tuple[str, ...]:
-    """Return a definition list's term and text."""
-    return term(param), f":   {description(param)}", ""
+def _entry(param: Any) -> str:
+    return f"- {term(param)}: {description(param)}"
 
 
 def term(param: Any) -> str:
@@ -102,29 +101,7 @@ def description(param: Any) -> str:
     return text
 
 
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Add the commands to the navigation."""
-    entries = next(entry["Commands"] for entry in config.nav or [] if "Commands" in entry)
-    paths = [{name: f"{FOLDER / name}.md"} for name in commands()]
-    entries += [path for path in paths if path not in entries]
-    return config
-
-
-def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Make the pages of commands."""
-    from mkdocs.structure.files import File  # noqa: PLC0415 (man_page.py needs no mkdocs)
-
-    for name, command in commands().items():
-        uri = f"{FOLDER / name}.md"
-        written = files.get_file_from_path(uri)
-        examples = written.content_string if written is not None else ""
-        if written is not None:
-            files.remove(written)
-        files.append(File.generated(config, uri, content=page(name, command, examples)))
-    return files
-
-
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Fill in the list of commands."""
-    rows = [f"| [{name}]({name}.md) | {summary(command)} |" for name, command in commands().items()]
-    return markdown.replace(LIST, "\n".join(["| command | does |", "|---|---|", *rows]))
+if __name__ == "__main__":
+    for path in sorted(FOLDER.glob("*.md")):
+        text = path.read_text(encoding="utf-8")
+        path.write_text(page(text, path.stem), encoding="utf-8")
