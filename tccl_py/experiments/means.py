@@ -25,7 +25,7 @@ from tccl_py.experiments.collectives import COLLECTIVE_WORDS, COLLECTIVES, Colle
 from tccl_py.experiments.copies import Copies, Ends, piece_count
 from tccl_py.experiments.spec import BATCHES, MIB, JobSpec, Row, RowTimes, batches
 from tccl_py.experiments.together import run_beside
-from tccl_py.rank_processes.rank import Communicator, TimeSlot
+from tccl_py.rank_processes.rank import Communicator
 from tccl_py.workloads.workload import ELEMENT_BYTES
 
 NCCL = "nccl"
@@ -272,14 +272,14 @@ MEANS: dict[str, Means] = {
 """The means by name. To add one, add a function that prepares it, and its row here."""
 
 
-def time_means(communicator: Communicator, slot: TimeSlot, spec: JobSpec) -> Iterator[RowTimes]:
+def time_means(communicator: Communicator, spec: JobSpec) -> Iterator[RowTimes]:
     """Yield the times of each row of a job by its means; every result is compared."""
     job, prepare = Job(communicator, spec), MEANS[spec.means].prepare
     for row in spec.rows:
         late = threading.Timer(ROW_S, _end_late, [row])
         late.daemon = True
         late.start()
-        yield _time_row(job, prepare, slot, row)
+        yield _time_row(job, prepare, row)
         late.cancel()
 
 
@@ -290,7 +290,7 @@ def _end_late(row: Row) -> None:
     os._exit(1)
 
 
-def _time_row(job: Job, prepare: Prepare, slot: TimeSlot, row: Row) -> RowTimes:
+def _time_row(job: Job, prepare: Prepare, row: Row) -> RowTimes:
     task = _task(job.on, row)
     calls, wait = prepare(job, task), job.on.wait
     if calls is None:
@@ -318,22 +318,23 @@ def _time_row(job: Job, prepare: Prepare, slot: TimeSlot, row: Row) -> RowTimes:
         # The first calls connect the ranks, and are compared as well.
         every()
         compare()
-        timed: Call = every
+        timed, fill = every, refill
         if row.mode == "graph" and job.on.cuda:
+            # Both: while a GPU fills, the host launches what is timed.
             timed = stack.enter_context(capture_graph(job.on, every))
+            fill = stack.enter_context(capture_graph(job.on, refill))
 
         def lead() -> None:
             timed()
-            refill()
+            fill()
 
         if row.beside:
-            for together, gemm in run_beside(job.on, slot, timed, refill):
+            for together, gemm in run_beside(job.on, timed, refill):
                 seconds.append(together)
                 gemms.append(gemm)
                 compare()
         for _ in range(0 if row.beside else BATCHES):
-            with slot():
-                seconds.append(time_calls(job.on, lead, timed))
+            seconds.append(time_calls(job.on, lead, timed))
             compare()
         job.on.dist.barrier()
     if task.on.world == 1:

@@ -88,7 +88,7 @@ def main() -> None:
         warm_up(communicator)
         gc.freeze()  # torch may collect garbage before each capture
         slot = time_slots(slots_file(folder), spec.slot, local_rank)
-        means = time_means(communicator, slot, spec) if spec.means else None
+        means = time_means(communicator, spec) if spec.means else None
         result = replace(result, times=tuple(means or _times(spec, communicator, over, slot)))
     write_result(folder, rank, result)
     # No rank leaves while another one communicates. Nothing is destroyed: with overlapping groups

@@ -11,7 +11,7 @@ from typing import Any
 
 from tccl_py.experiments.calls import Call, gemms, repeat
 from tccl_py.experiments.spec import BATCHES
-from tccl_py.rank_processes.rank import Communicator, TimeSlot
+from tccl_py.rank_processes.rank import Communicator
 
 _WARM_UPS = 2
 _MOST_GEMMS = 10_000
@@ -67,22 +67,19 @@ class ThreadStopwatch:
 
 
 def run_beside(
-    communicator: Communicator, slot: TimeSlot, call: Call, refill: Call = lambda: None
+    communicator: Communicator, call: Call, refill: Call
 ) -> Iterator[tuple[float, float]]:
     """Yield the seconds of `call` beside GEMM, and how many times as long GEMM takes beside it.
 
-    There is a round in each time slot, after which a caller may look at what the call gave.
-    `refill` runs before each.
+    `refill` runs before each round, after which a caller may look at what the call gave.
     """
-    with slot():
-        begin = stopwatch(communicator)
-        near = repeat(gemms_beside(communicator, begin, call), 2)
+    begin = stopwatch(communicator)
+    near = repeat(gemms_beside(communicator, begin, call), 2)
     for number in range(_WARM_UPS + BATCHES):
-        with slot():
-            (alone,) = begin([near])
-            refill()
-            # GEMM is launched first.
-            beside, seconds = begin([near, call])
+        (alone,) = begin([near])
+        refill()
+        # GEMM is launched first.
+        beside, seconds = begin([near, call])
         if number >= _WARM_UPS:
             yield seconds, beside / alone
 
