@@ -8,12 +8,10 @@ import msgspec
 import pytest
 
 from tccl_py.errors import InputError
-from tccl_py.files import encode_json
 from tccl_py.model.measurement import JournalHeader
-from tccl_py.nccl.settings import Settings, environment
+from tccl_py.nccl.settings import Settings
 from tccl_py.plan.chains import PlannedHost
-from tccl_py.plan.directory import nccl_files, write_plan
-from tccl_py.plan.text import assumptions, show_choice
+from tccl_py.plan.directory import write_plan
 from tccl_py.planning.plan_sources import hosts_again
 from tccl_py.sources.journal import JournalFile
 from tests.cluster_plans import FOUR, LOCAL, PAIR, cluster_plan, equal_hosts, mixed
@@ -102,41 +100,6 @@ def test_a_long_order_is_cut(tmp_path):
     assert len(result.stdout) < 6000
 
 
-def test_json_has_the_keys_that_are_kept(directory):
-    result = tccl("show", directory, "--json")
-    assert result.exit_code == 0
-    found = json.loads(result.stdout)
-    plan = mixed()
-    assert found == json.loads(
-        encode_json(
-            {
-                "kind": "cluster",
-                "hosts": ["gpu3", "gpu2", "gpu1", "login"],
-                "rings": [list(ring) for ring in plan.channel_rings],
-                "rate_gbps": 10.0,
-                "bound_gbps": 12.5,
-                "proven": False,
-                "whole_ring_gbps": 9.5,
-                "sets_measured": 7,
-                "simulated": True,
-                "dry_run": False,
-                "assumed": True,
-                "settings": json.loads(msgspec.json.encode(plan.settings)),
-                "environment": environment(plan.settings),
-                "kept": {},
-                "recommended": "graph",
-                "choices": {name: show_choice(one) for name, one in plan.choices.items()},
-                "cancelled": False,
-                "notices": ["N2 left out"],
-                "assumptions": assumptions(plan),
-                "by_size": [],
-                "limits": [],
-                "tunings": [],
-            }
-        )
-    )
-
-
 def test_json_has_a_ring_of_global_ranks_for_each_channel(tmp_path):
     plan = mixed(settings=Settings(channels=6, **LOCAL))
     found = json.loads(tccl("show", saved(plan, tmp_path / "plan"), "--json").stdout)
@@ -156,19 +119,6 @@ def test_nothing_in_a_plan_reaches_the_terminal_as_a_command(arguments, tmp_path
     result = tccl(arguments[0], saved(plan, tmp_path / "plan"), *arguments[1:])
     assert result.exit_code == 0
     assert not set("\x00\x07\x1b\x7f\x9b") & set(result.output)
-
-
-def test_export_writes_the_files_of_the_plan(directory, tmp_path):
-    place = tmp_path / "out"
-    result = tccl("export", directory, "--runtime", "nccl", "-o", place)
-    assert (result.exit_code, result.stdout) == (0, "")
-    assert result.stderr == f"tccl: wrote 13 files to {place}\n"
-    files = {
-        str(path.relative_to(place / "nccl")): path.read_text()
-        for path in place.rglob("*")
-        if path.is_file()
-    }
-    assert files == nccl_files(mixed(), place)
 
 
 def evaluated(text):

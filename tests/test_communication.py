@@ -296,14 +296,6 @@ def test_a_plan_for_a_workload_of_other_ranks_does_not_say_that_verify_times_it(
     assert "is of a job of 2 ranks, and jobs here have 4" in note and "verify" not in note
 
 
-def test_advice_for_a_workload_begins_with_its_communication():
-    words = ("advise", "intel-v100", "--workload", "pipeline")
-    done = tccl(*words)
-    assert done.stdout.startswith("Your job   your job's communication")
-    refused = tccl("advise", "intel-v100", "--workload", "no-such-job")
-    assert refused.exit_code == 2 and "no-such-job" in refused.stderr
-
-
 # What is kept beside a plan.
 
 

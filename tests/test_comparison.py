@@ -142,17 +142,6 @@ def test_files_without_facts_are_refused(files, tmp_path, content):
     assert "bad.json" in result.stderr
 
 
-def test_one_host_or_a_host_twice_is_refused(files):
-    assert compare(files[0]).exit_code == 2
-    assert compare(files[0], files[0]).exit_code == 2
-    assert compare().exit_code == 2
-
-
-@pytest.mark.parametrize("option", ["--prove", "--passive", "--root=/tmp"])
-def test_options_for_one_host_are_refused_beside_a_comparison(files, option):
-    assert compare(*files, more=[option]).exit_code == 2
-
-
 def test_a_thousand_hosts_are_compared(tmp_path):
     hosts = [FACTS] * 999 + [changed(FACTS, "link of GPU 3")]
     (one,) = compare_hosts(reports(*hosts)).differences

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import stat
 import subprocess
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from tccl_py.model.machine import Fingerprint
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.plan.directory import write_plan
 from tests.cluster_plans import mixed
-from tests.commands import tccl
 from tests.planned import SMALL, needing_a_graph, plan_of, replace_plan
 
 PRINT = Fingerprint(
@@ -132,35 +130,3 @@ def test_a_module_sets_any_text_in_tcl():
 
 
 # `tccl export`
-
-
-def test_a_script_of_a_verified_plan_is_printed_or_written(measured, tmp_path):
-    words = ("export", measured[1], "--no-plugin", "--runtime")
-    refused = tccl(*words, "slurm-prolog")
-    assert (refused.exit_code, "was not verified" in refused.stderr) == (2, True)
-    printed = tccl(*words, "slurm-prolog", "--force")
-    assert printed.exit_code == 0, printed.stderr
-    assert printed.stdout.startswith("#!/bin/sh\n# tccl-py, rates measured; for TaskProlog=")
-    file = tmp_path / "prolog.sh"
-    assert tccl(*words, "slurm-prolog", "--force", "-o", file).exit_code == 0
-    assert file.read_text() == printed.stdout
-    assert stat.S_IMODE(file.stat().st_mode) == 0o755
-    again = tccl(*words, "module", "--force", "-o", file)
-    assert (again.exit_code, "already exists" in again.stderr) == (2, True)
-    assert tccl(*words, "module", "--force").stdout.startswith("#%Module1.0\n")
-
-
-def test_what_is_for_other_exports_is_refused(measured, tmp_path):
-    words = ("export", measured[1])
-    assert "--alike: is for scripts" in tccl(*words, "--alike").stderr
-    assert "--no-plugin: is for scripts" in tccl(*words, "--no-plugin").stderr
-    lua = tccl(*words, "--runtime", "module", "--force", "-o", tmp_path / "1.lua")
-    assert (lua.exit_code, "is for Lua" in lua.stderr) == (2, True)
-    lost = tccl(*words, "--runtime", "module", "--force", "-o", tmp_path / "none" / "1.0")
-    assert (lost.exit_code, lost.stderr.startswith("tccl: ")) == (2, True), lost.stderr
-    (tmp_path / "open").mkdir()
-    (tmp_path / "open").chmod(0o777)
-    file = tmp_path / "open" / "prolog.sh"
-    result = tccl(*words, "--runtime", "slurm-prolog", "--force", "-o", file)
-    assert (result.exit_code, "others can write" in result.stderr) == (2, True)
-    assert not file.exists()

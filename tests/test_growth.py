@@ -88,32 +88,6 @@ def test_hosts_of_another_machine_are_measured_and_merged_as_in_a_fresh_plan(two
     assert load_plan(tmp_path / "job").rate_gbps == pytest.approx(plan.rate_gbps, rel=0.01)
 
 
-def test_new_hosts_have_as_many_ranks_as_those_of_their_class(hosts, tmp_path):
-    place, listed = tmp_path / "half", tmp_path / "listed"
-    listed.write_text("a1 slots=2\na2 slots=2\n")
-    done("plan", place, "--simulate", "amd-v100", "--hosts", listed, *FEW)
-    done("plan", place, "--simulate", "amd-v100", "--hosts", "a[1-3]", *FEW)
-    done("plan", place, "--hosts", "a[1-4]")
-    plan = load_plan(place)
-    assert [host.slots for host in plan.cluster.hosts] == [2, 2, 2, 2]
-    assert plan.class_gpus == ((0, 1),)
-
-
-def test_a_number_of_nodes_counts_those_that_a_plan_has(tmp_path):
-    place = tmp_path / "plan"
-    for nodes in ("9", "10"):
-        done("plan", place, "--simulate", "amd-v100", "--nodes", nodes, *FEW)
-    assert load_plan(place).cluster.names == tuple(f"node{number}" for number in range(1, 11))
-
-
-def test_named_hosts_are_added_unsampled_and_the_plan_says_so(two):
-    done("plan", two, "--hosts", "a2,a7")
-    plan = load_plan(two)
-    # The list names the whole set.
-    assert plan.cluster.names == ("a2", "a7")
-    assert any("without any sample: a7" in notice for notice in plan.notices)
-
-
 def test_a_host_with_other_rates_is_named_and_gets_a_class_of_its_own(two, hosts, tmp_path):
     model = json.loads(encode_json(load_machine("amd-v100")))
     for capacity in model["capacities"]:
@@ -144,29 +118,6 @@ def test_tables_for_more_gpus_are_added_and_the_others_are_kept(two, hosts):
     assert plan.sets_measured > 0
 
 
-@pytest.mark.parametrize(
-    "words, said",
-    [
-        (("--hosts", "a[1-3]", "--nccl", "2.28"), "--nccl"),
-        (("--hosts", "a[1-2]"), "holds a plan of these hosts"),
-        (("--simulate", "amd-v100", "--hosts", "a1,a2"), "holds a plan of these hosts"),
-        (("--simulate", "amd-v100"), "already holds a plan"),
-        (("--hosts", "{new}"), "names no host of a plan"),
-        (("--hosts", "{ranks}"), "2 ranks"),
-        (("--simulate", "amd-3090", "--nodes", "0"), "1 to"),
-    ],
-)
-def test_hosts_that_cannot_be_added_leave_the_plan(words, said, two, hosts, tmp_path):
-    ranks = tmp_path / "ranks"
-    ranks.write_text("a1\na2\nn1 slots=2\nn2 slots=2\n")
-    before = (two / "plan.json").read_bytes()
-    given = [word.format(new=hosts("n1", "n2"), ranks=ranks) for word in words]
-    result = tccl("plan", two, *given)
-    assert (result.exit_code, result.stdout) == (2, ""), result.stderr
-    assert said in result.stderr
-    assert (two / "plan.json").read_bytes() == before
-
-
 def test_simulated_hosts_do_not_join_measured_ones(two, hosts, tmp_path):
     plan = load_plan(two)
     stock = msgspec.structs.replace(plan.choices["default"], assumed=False)
@@ -176,15 +127,6 @@ def test_simulated_hosts_do_not_join_measured_ones(two, hosts, tmp_path):
     result = tccl("plan", two, *words)
     assert result.exit_code == 2
     assert "measured rates" in result.stderr
-
-
-def test_only_a_plan_of_hosts_can_grow(tmp_path, hosts):
-    missing = tccl("plan", tmp_path / "none", "--hosts", hosts("a", "b"))
-    assert missing.exit_code == 2
-    assert not (tmp_path / "none").exists()
-    done("plan", tmp_path / "one", "--simulate", "amd-v100", "--max-sets", "20")
-    alone = tccl("plan", tmp_path / "one", "--simulate", "amd-v100", "--nodes", "2")
-    assert "already holds a plan" in alone.stderr
 
 
 def test_an_interrupted_search_leaves_a_whole_plan_as_it_was(two, monkeypatch):

@@ -57,8 +57,6 @@ NEAR = {"NCCL_P2P_LEVEL": "PIX"}
 NICS = "nvswitch-8gpu-8nic"
 MADE = {}
 
-PIN_DISABLE = ("--pin-env", "NCCL_P2P_DISABLE")
-
 
 def kept_plan(name, kept=OFF, **more):
     """The plan of a bundled machine whose jobs all have these variables, each made once."""
@@ -389,66 +387,6 @@ def directory(tmp_path_factory):
 
 
 LINE = "for jobs with NCCL_P2P_DISABLE=1"
-
-
-def test_the_command_keeps_the_variable_and_show_says_so(directory):
-    assert load_plan(directory).pinned_env == OFF
-    shown = tccl("show", directory)
-    (line,) = [line for line in shown.stdout.splitlines() if line.startswith("pinned")]
-    assert LINE in line
-    assert json.loads(tccl("show", directory, "--json").stdout)["kept"] == OFF
-
-
-def test_jobs_and_reports_are_told(directory):
-    assert "export NCCL_P2P_DISABLE=1" in tccl("env", directory, "--gpus", "0,2").stdout
-    assert tccl("report", directory).exit_code == 0
-    assert LINE.replace("'", "&#39;") in (directory / "report.html").read_text()
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "what"),
-    [
-        ("NCCL_ALGO", "Ring", "'NCCL_ALGO': is no variable"),
-        ("NCCL_P2P_DISABLE", None, "NCCL_P2P_DISABLE: is not set here"),
-        ("NCCL_P2P_DISABLE", "0", "NCCL_P2P_DISABLE: is '0', which says nothing"),
-        ("NCCL_P2P_LEVEL", "far", "NCCL_P2P_LEVEL: is 'far'"),
-    ],
-)
-def test_what_cannot_be_kept_is_refused_and_nothing_is_written(
-    name, value, what, tmp_path, monkeypatch
-):
-    if value is None:
-        monkeypatch.delenv(name, raising=False)
-    else:
-        monkeypatch.setenv(name, value)
-    result = tccl("plan", tmp_path / "plan", "--simulate", SMALL, "--pin-env", name)
-    assert result.exit_code == 2
-    assert f"tccl: --pin-env {what}" in " ".join(result.stderr.split())
-    assert not (tmp_path / "plan").exists()
-
-
-def test_a_variable_that_is_not_named_is_not_kept(tmp_path, monkeypatch):
-    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
-    assert tccl("plan", tmp_path / "plan", "--simulate", PCIE).exit_code == 0
-    assert load_plan(tmp_path / "plan").pinned_env == {}
-
-
-def test_a_simulated_cluster_is_planned_with_it_too(tmp_path, monkeypatch):
-    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
-    options = ("--simulate", "amd-v100", "--nodes", "2", "--max-sets", "40")
-    result = tccl("plan", tmp_path / "plan", *options, "--pin-env", "NCCL_P2P_DISABLE")
-    assert result.exit_code == 0, result.output
-    plan = load_plan(tmp_path / "plan")
-    assert (plan.pinned_env, plan.settings.p2p_level) == (OFF, "LOC")
-    assert LINE in result.stdout
-
-
-def test_a_plan_for_jobs_that_have_sys_is_compared_with_stock_that_has_it(tmp_path, monkeypatch):
-    monkeypatch.setenv("NCCL_P2P_LEVEL", "SYS")
-    result = tccl("plan", tmp_path / "plan", "--simulate", SMALL, "--pin-env", "NCCL_P2P_LEVEL")
-    assert result.exit_code == 0
-    assert "for jobs with NCCL_P2P_LEVEL=SYS" in result.stdout
-    assert "export NCCL_P2P_LEVEL=SYS" in (tmp_path / "plan" / "nccl" / "env.sh").read_text()
 
 
 def test_variables_that_are_set_and_not_planned_for_are_told(monkeypatch):

@@ -152,22 +152,3 @@ def test_a_program_that_fails_is_named_with_its_words(place):
     assert result.exit_code == 2
     assert "ended with code 3" in result.stderr
     assert "unhandled system error" in result.stderr
-
-
-BAD = {
-    "another program": ("--with", "ls"),
-    "training": ("--with", "PROGRAM", "--training"),
-    "tuning": ("--with", "PROGRAM", "--tune"),
-    "a backend": ("--with", "PROGRAM", "--backend", "host"),
-    "another collective": ("--with", "PROGRAM", "--collective", "broadcast"),
-    "uneven sizes": ("--with", "PROGRAM", "--sizes", "1M,3M,4M"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_wrong_use_is_a_sentence(place, case):
-    words = [str(program(place)) if word == "PROGRAM" else word for word in BAD[case]]
-    result = tccl("verify", place, *words)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.count("\n") == 1
-    assert not (place / "verify.json").exists()

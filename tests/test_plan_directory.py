@@ -36,27 +36,6 @@ def held(place):
     return {str(one.relative_to(place)): one.stat().st_mtime_ns for one in place.rglob("*")}
 
 
-def test_a_plan_has_all_its_files_and_no_others(tmp_path):
-    assert tccl("plan", tmp_path / "plan", "--simulate", PCIE).exit_code == 0
-    graphs = [path.name for path in (tmp_path / "plan" / "nccl" / "subsets").iterdir()]
-    assert len(graphs) == 10
-    assert "graph-0-3.xml" in graphs
-    names = {path for path in held(tmp_path / "plan") if "subsets/" not in path}
-    assert names == {
-        "plan.json",
-        "manifest.json",
-        "measurements.jsonl",
-        "machines",
-        f"machines/{PCIE}.json",
-        "nccl",
-        "nccl/subsets",
-        "nccl/graph.xml",
-        "nccl/nccl.conf",
-        "nccl/env.sh",
-        "nccl/plugin.index",
-    }
-
-
 def test_a_simulated_plan_keeps_the_model_that_it_comes_from(tmp_path):
     planned_to(tmp_path / "plan")
     plan = load_plan(tmp_path / "plan")
@@ -82,14 +61,6 @@ def test_another_machine_in_the_plans_directory_is_refused(tmp_path):
         planned_model(plan, tmp_path)
 
 
-def test_a_directory_with_a_plan_is_kept_without_force(tmp_path):
-    planned_to(tmp_path / "plan")
-    before = held(tmp_path)
-    sentence = "plan: already holds a plan; add --force to replace it"
-    refused(planned_to(tmp_path / "plan"), sentence)
-    assert held(tmp_path) == before
-
-
 def test_force_replaces_a_plan_even_by_one_of_another_machine(tmp_path):
     planned_to(tmp_path / "plan")
     replaced = planned_to(tmp_path / "plan", PCIE, "--force")
@@ -102,45 +73,6 @@ def test_force_replaces_a_plan_even_by_one_of_another_machine(tmp_path):
     assert old.measurements
 
 
-def test_force_names_the_line_of_a_journal_that_it_puts_aside(tmp_path):
-    planned_to(tmp_path / "plan")
-    with (tmp_path / "plan" / "measurements.jsonl").open("a") as journal:
-        journal.write("damaged\n")
-    lines = (tmp_path / "plan" / "measurements.jsonl").read_text().count("\n")
-    replaced = planned_to(tmp_path / "plan", SMALL, "--force")
-    assert replaced.exit_code == 0
-    assert f"measurements.jsonl:{lines}: " in replaced.stderr.replace("\n", " ")
-    assert "measurements.jsonl.old" in replaced.stderr
-
-
-def test_force_goes_on_from_the_journal_of_the_same_machine(tmp_path):
-    planned_to(tmp_path / "plan")
-    journal = (tmp_path / "plan" / "measurements.jsonl").read_bytes()
-    assert planned_to(tmp_path / "plan", SMALL, "--force").exit_code == 0
-    assert (tmp_path / "plan" / "measurements.jsonl").read_bytes() == journal
-    assert load_plan(tmp_path / "plan").sets_measured == 0
-
-
-def test_foreign_files_are_left_alone_without_force(tmp_path):
-    (tmp_path / "thesis.tex").write_text("mine")
-    refused(planned_to(tmp_path), "is not empty")
-    assert list(held(tmp_path)) == ["thesis.tex"]
-
-
-@pytest.mark.parametrize("folder", ["nccl", "machines"])
-def test_even_force_takes_no_folder_away_that_belongs_to_no_plan(folder, tmp_path):
-    (tmp_path / folder).mkdir()
-    (tmp_path / folder / "mine").write_text("mine")
-    refused(planned_to(tmp_path, SMALL, "--force"), "belongs to no plan")
-    assert list(held(tmp_path)) == [folder, f"{folder}/mine"]
-
-
-def test_force_beside_foreign_files_keeps_them(tmp_path):
-    (tmp_path / "thesis.tex").write_text("mine")
-    assert planned_to(tmp_path, SMALL, "--force").exit_code == 0
-    assert (tmp_path / "thesis.tex").read_text() == "mine"
-
-
 def test_what_a_killed_run_left_is_no_hindrance(tmp_path):
     (tmp_path / ".writing-abc").mkdir()
     (tmp_path / ".writing-abc" / "plan.json").write_text("{")
@@ -148,30 +80,10 @@ def test_what_a_killed_run_left_is_no_hindrance(tmp_path):
     assert not list(tmp_path.glob(".writing-*"))
 
 
-def test_a_file_in_the_way_stays(tmp_path):
-    (tmp_path / "plan").write_text("mine")
-    refused(planned_to(tmp_path / "plan"), "is no directory")
-    refused(planned_to(tmp_path / "plan" / "below"), "cannot be made (Not a directory)")
-    assert (tmp_path / "plan").read_text() == "mine"
-
-
-@pytest.mark.parametrize("target", ["nowhere", "plan"])
-def test_a_link_to_nothing_is_refused_as_directory_and_as_machine(target, tmp_path):
-    place = tmp_path / "plan"
-    place.symlink_to(tmp_path / target)
-    refused(planned_to(place), "plan: is a symbolic link to nothing")
-    refused(planned_to(tmp_path / "new", place), "plan: is a symbolic link to nothing")
-    refused(tccl("show", place), "plan: is a symbolic link to nothing")
-
-
 @pytest.mark.parametrize("read", [load_plan, plan_in])
 def test_a_name_that_no_system_takes_is_refused_as_a_plan(read):
     with pytest.raises(InputError, match="too long"):
         read(Path("a" * 5000))
-
-
-def test_a_place_that_cannot_be_written_is_refused():
-    refused(planned_to("/proc/tccl/plan"), "/proc/tccl/plan: cannot be made (")
 
 
 READ_ONLY = 'mount --bind "$0" "$0" && mount -o remount,ro,bind "$0" && exec "$@"'

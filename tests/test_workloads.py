@@ -89,21 +89,6 @@ def test_a_workload_beside_other_files_is_named(tmp_path):
         open_workload([str(tmp_path)])
 
 
-def test_a_collective_that_there_is_not_is_refused_with_those_there_are(tmp_path):
-    path = tmp_path / "job.json"
-    wrong = msgspec.structs.replace(ROW, collective="allreduce")
-    path.write_bytes(msgspec.json.encode(msgspec.structs.replace(WORKLOAD, rows=(wrong,))))
-    with pytest.raises(InputError, match=r"rows\[0\].*one of all_gather, all_reduce, "):
-        open_workload([str(path)])
-
-
-@pytest.mark.parametrize("names", [["pipelin"], ["pipeline", "fsdp"]])
-def test_a_workload_that_is_no_file_is_refused_with_the_bundled_names(names):
-    with pytest.raises(InputError, match="is no file") as refused:
-        open_workload(names)
-    assert "mixture-of-experts" in refused.value.right
-
-
 @pytest.mark.parametrize("content", WRONG)
 def test_a_file_that_is_no_workload_is_one_sentence_about_the_file(content, tmp_path):
     path = tmp_path / "job.json"
@@ -148,22 +133,3 @@ def test_groups_of_unlike_sizes_are_shown_with_their_sizes(tmp_path):
     write_workload(msgspec.structs.replace(WORKLOAD, ranks=7, rows=(row,)), tmp_path / "job.json")
     shown = tccl("workload", str(tmp_path / "job.json"))
     assert "2 x 2 ranks, 1 x 3 ranks" in shown.stdout
-
-
-def test_a_directory_is_no_file_for_a_workload(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    asked = tccl("workload", "fsdp", "-o", ".")
-    assert (asked.exit_code, asked.stdout) == (2, "")
-    assert "--output .: is no file that can be made" in asked.stderr
-
-
-def test_an_unknown_name_lists_the_bundled_ones():
-    with pytest.raises(InputError, match="data-parallel"):
-        load_bundled("no-such")
-
-
-def test_ranks_of_a_file_are_its_own(tmp_path):
-    write_workload(WORKLOAD, tmp_path / "job.json")
-    asked = tccl("workload", str(tmp_path / "job.json"), "--ranks", "2")
-    assert (asked.exit_code, asked.stdout) == (2, "")
-    assert "--ranks: is for a bundled workload" in asked.stderr

@@ -102,16 +102,15 @@ def _run(line, monkeypatch):
     words = words[:-1] if file else words
     if words[1:2] == ["run"]:
         return _shown(*_run_apart(words[1:]))
-    if file and words[1] == "plan" and (made := _MADE.get((*words[3:], stand_ins))):
-        shutil.copytree(made, words[2])
+    once = (*words[3:], stand_ins) if words[1] == "plan" and "--quiet" in words and file else None
+    if once in _MADE:
+        shutil.copytree(_MADE[once], words[2])
         return ""
     result = CliRunner().invoke(app, words[1:], prog_name="tccl")
     if file:
         Path(file).write_text(result.stdout)
-    if file and words[1] == "plan":
-        _MADE[(*words[3:], stand_ins)] = shutil.copytree(
-            words[2], Path(_KEPT.name) / str(len(_MADE))
-        )
+    if once:
+        _MADE[once] = shutil.copytree(words[2], Path(_KEPT.name) / str(len(_MADE)))
     return _shown("" if file else result.stdout, result.stderr, result.exit_code)
 
 
