@@ -269,7 +269,7 @@ def test_a_hostile_machine_name_stays_in_the_directory(name, safe, tmp_path):
     result = planned_to(tmp_path / "out" / "plan", tmp_path / "model.json")
     assert result.exit_code == 0
     assert not set("\x00\x1b\x7f\x9b") & set(result.output)
-    assert f"Planfor{visible(name)},GPUs".replace(" ", "") in "".join(result.stdout.split())
+    assert f"Plan{visible(name)},GPUs".replace(" ", "") in "".join(result.stdout.split())
     assert {path.name for path in tmp_path.iterdir()} == {"model.json", "out"}
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["plan"]
     machines = tmp_path / "out" / "plan" / "machines"
