@@ -47,20 +47,19 @@ _Found = TypeVar("_Found")
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """How carefully sets are measured.
-
-    A set that has taken `seconds_per_set` gets no repeats beyond `stopping.minimum`. `check`
-    compares each flow's data once or with every set. Every `sentinel_every` sets (0: never) the
-    first set is measured again to detect drift. `network` is a name of NIC_TRANSPORTS.
-    """
+    """How carefully sets are measured."""
 
     stopping: Stopping = msgspec.field(default_factory=Stopping)
     limits: WindowLimits = msgspec.field(default_factory=WindowLimits)
     meeting: FlowCoupling = "pass-on"
     check: Literal["once", "every"] = "once"
+    """Whether each flow's data are compared once, or with every set."""
     seconds_per_set: float = 5.0
+    """A set that has taken so long gets no repeats beyond `stopping.minimum`."""
     sentinel_every: int = 100
+    """After so many sets the first one is measured again, to detect drift; 0 is never."""
     network: str = "tcp"
+    """A name of NIC_TRANSPORTS."""
 
     @property
     def identity(self) -> str:

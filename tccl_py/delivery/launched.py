@@ -24,24 +24,26 @@ _NODES = "SLURM_JOB_NUM_NODES"
 
 
 class Launched(msgspec.Struct, frozen=True, kw_only=True):
-    """The ranks of a job on this host, as far as anything says.
-
-    `rank` is this process's number among them, None where it is none. With `is_alone` it is none,
-    or its host's only one, which may start others. `ranks` are so many by their `source`; None: not
-    known. `elsewhere` says by what ranks are on other hosts too, which are `unlike` where they may
-    lack the variables of this process; `is_script` says that it comes before them. `visible` has
-    the GPUs of CUDA_VISIBLE_DEVICES, None where it is unset; it can be `unreadable`, as UUIDs are.
-    """
+    """The ranks of a job on this host, as far as anything says."""
 
     rank: int | None = None
+    """This process's number among them; None where it is none."""
     is_alone: bool = True
+    """Whether it is none, or its host's only one, which may start others."""
     ranks: int | None = None
+    """How many there are; None is not known."""
     source: str = ""
+    """What says so."""
     elsewhere: str = ""
+    """What says that ranks are on other hosts too."""
     unlike: bool = False
+    """Whether these may lack the variables of this process."""
     is_script: bool = False
+    """Whether this process comes before them."""
     visible: tuple[int, ...] | None = None
+    """The GPUs of CUDA_VISIBLE_DEVICES; None where it is unset."""
     unreadable: bool = False
+    """Whether these cannot be read, as UUIDs."""
 
     @property
     def gpus(self) -> tuple[int, ...] | None:

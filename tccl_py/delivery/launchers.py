@@ -19,34 +19,36 @@ from tccl_py.readers.hosts import listed_hosts
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True):
-    """The ranks that a command starts.
-
-    `ranks` are so many on each host by their `source`; None: it does not say. `elsewhere` says by
-    what some are on other hosts. These are `remote` if this command starts them too, and `unlike`
-    if they may then lack its variables.
-    """
+    """The ranks that a command starts."""
 
     ranks: int | None = None
+    """How many on each host; None: it does not say."""
     source: str = ""
+    """What says so."""
     elsewhere: str = ""
+    """What says that some are on other hosts."""
     remote: bool = False
+    """Whether this command starts these too."""
     unlike: bool = False
+    """Whether they may then lack its variables."""
 
 
 class _Launcher(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of a launcher, without dashes, and the variables that stand for them.
-
-    They have the ranks on `each` host, those of `all`, the number of `hosts`, or their `names`,
-    which may be in a file. It is `remote` and `unlike` as ranks that it starts are.
-    """
+    """Options of a launcher, without dashes, and the variables that stand for them."""
 
     each: tuple[str, ...] = ()
+    """Those with the ranks on each host."""
     all: tuple[str, ...] = ()
+    """Those with all ranks."""
     hosts: tuple[str, ...] = ()
+    """Those with the number of hosts."""
     names: tuple[str, ...] = ()
+    """Those with the names of hosts, which may be in a file."""
     variables: Mapping[str, str] = {}
     remote: bool = True
+    """Whether it starts ranks on other hosts."""
     unlike: bool = False
+    """Whether these may lack its variables."""
 
 
 _TORCHRUN = _Launcher(

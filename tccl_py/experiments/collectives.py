@@ -18,25 +18,27 @@ P2P = "batch_isend_irecv"
 
 
 class CollectiveFacts(NamedTuple):
-    """How a collective is called, checked and rated.
-
-    `expected` returns the values that a rank gets, if any, by `calls.Tensors`. `function` of
-    torch.distributed, by default of the collective's name, has the buffers as arguments: one, or a
-    received and a sent one, `buffers` True for those with a block for every rank; `root` is the
-    name of the root's argument. `program` is that of nccl-tests, if any, and `in_place` whether it
-    times calls in place as well. The slowest link carries the buffer without one rank's share so
-    many `times`, or the whole buffer once (0). NCCL's tuner chooses among `algorithms`, if any.
-    """
+    """How a collective is called, checked and rated."""
 
     expected: Callable[[Any], Any]
+    """Returns the values that a rank gets, if any, by `calls.Tensors`."""
     program: str = ""
+    """That of nccl-tests, if any."""
     pattern: Pattern = "ring"
     times: int = 0
+    """The slowest link carries the buffer without one rank's share so many times; 0 is the whole
+    buffer once."""
     function: str = ""
+    """Of torch.distributed; "" has the collective's name."""
     buffers: tuple[bool, ...] = (False,)
+    """Its arguments, one or a received and a sent one; True for those with a block for every
+    rank."""
     root: str = ""
+    """The name of the root's argument."""
     in_place: bool = True
+    """Whether the program times calls in place as well."""
     algorithms: tuple[Algorithm, ...] = ("ring",)
+    """Those among which NCCL's tuner chooses."""
 
 
 COLLECTIVES: dict[Collective, CollectiveFacts] = {

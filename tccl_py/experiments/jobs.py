@@ -119,24 +119,27 @@ class HostRanks(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Launcher(msgspec.Struct, frozen=True, kw_only=True):
-    """Runs jobs on its hosts, rank 0's first: here, or on the hosts of an MPI `job`.
-
-    `keep` are caller's variables that jobs get. Jobs are of the program `nccl_tests`, if one is
-    given. With `alike` this host may have other GPUs than the plan's, of the same kinds at the same
-    places. `say` receives notices for the user, `watch` a line on the current work.
-    """
+    """Runs jobs on its hosts, here or on those of an MPI job."""
 
     backend: Backend = "cuda"
     hosts: tuple[HostRanks, ...] = ()
+    """Rank 0's first."""
     job: Any = None
+    """The MPI job, if it is one."""
     runner: Runner = LocalRunner()
     nccl_tests: Path | None = None
+    """A program of nccl-tests that does the work of jobs."""
     keep: tuple[str, ...] = ()
+    """Caller's variables that jobs get."""
     alike: bool = False
+    """Whether this host may have other GPUs than the plan's, of the same kinds at the same
+    places."""
     timeout: float = DEFAULT_TIMEOUT
     program: str = RANK_PROGRAM
     say: Say = lambda _: None
+    """Receives notices for the user."""
     watch: Say = lambda _: None
+    """Receives a line on the current work."""
 
     @property
     def world(self) -> int:

@@ -41,23 +41,24 @@ _NARROW = 1 << 20
 
 
 class RunBudget(msgspec.Struct, frozen=True, kw_only=True):
-    """Work of a comparison: rounds, sizes in bytes, and seconds after which no round begins.
-
-    LEAST_ROUNDS are always run, of three arms one more; fewer than `rounds` where all verdicts are
-    clear, more where one is open and time is left. The rows of a `workload` are timed as well, and
-    with `every` those of `further_rows`.
-    `only` one choice is compared with default NCCL, if one is named.
-    """
+    """The work of a comparison."""
 
     rounds: int = 10
+    """Rounds of jobs. LEAST_ROUNDS are always run, of three arms one more; fewer than these where
+    all verdicts are clear, more where one is open and time is left."""
     sizes: tuple[int, ...] = SIZES
+    """Bytes."""
     seconds: float = 300.0
+    """After so long no round begins."""
     collectives: tuple[Collective, ...] = ("all_reduce",)
     checks: bool = True
     training: bool = False
     every: bool = False
+    """Whether `further_rows` are timed as well."""
     workload: Workload | None = None
+    """Its rows are timed as well."""
     only: ChoiceName | None = None
+    """The choice that is compared with default NCCL; None is all."""
 
     @property
     def few_sizes(self) -> tuple[int, ...]:
@@ -101,17 +102,17 @@ def budget_of(backend: str | None) -> RunBudget:
 
 
 class Rounds(msgspec.Struct, frozen=True, kw_only=True):
-    """Jobs of all rounds with their arms, in order, without arms of which a job failed.
-
-    `checked` has each arm's first job, and `table` the results. `at_once` is the final number of
-    concurrent jobs.
-    """
+    """The jobs of all rounds, without arms of which a job failed."""
 
     checked: Mapping[ChoiceName, Outcome]
+    """Each arm's first job."""
     jobs: Sequence[tuple[ChoiceName, Outcome]]
+    """In order, with their arms."""
     failures: Mapping[ChoiceName, str]
     at_once: int
+    """The final number of concurrent jobs."""
     table: Table
+    """The results."""
 
     def of(self, name: ChoiceName) -> list[Outcome]:
         """Return the jobs of an arm."""

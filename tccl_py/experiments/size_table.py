@@ -44,24 +44,25 @@ NOTHING = Interval(middle=1.0, low=1.0, high=1.0)
 
 
 class SizeRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A row of the sweep, with the speed of `choice` over NCCL's own choice.
-
-    `swept` is the sweep's ratio, from which the prediction `gains` follows, and `fresh` that of the
-    fresh jobs, one value a job; None where none ran. `near` is the sweep's ratio beside matrix
-    multiplications, and `harms` whether those are slower. `seconds` per call are by arm, one value
-    a fresh job, and `kept` is whether the table has an entry for the row. `plan` is the arm whose
-    jobs follow choices.
-    """
+    """A row of the sweep, with the speed of a choice over NCCL's own choice."""
 
     plan: ChoiceName = "default"
+    """The arm whose jobs follow choices."""
     choice: TunerChoice | None = None
     swept: Interval = NOTHING
+    """The sweep's ratio."""
     near: Interval | None = None
+    """The sweep's ratio beside matrix multiplications."""
     harms: bool = False
+    """Whether these are slower."""
     gains: bool = False
+    """The prediction that follows from the sweep."""
     fresh: Interval | None = None
+    """The ratio of the fresh jobs, one value a job; None where none ran."""
     seconds: dict[str, tuple[float, ...]] = msgspec.field(default_factory=dict)
+    """Seconds per call by arm, one value a fresh job."""
     kept: bool = False
+    """Whether the table has an entry for the row."""
 
     @property
     def gained(self) -> bool:
@@ -87,22 +88,21 @@ class SizeRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class SizeTuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The rows of a set of GPUs, and the entries for the tuner that follow.
-
-    `arm` is the choice under which rows were timed. `skew` is the largest median difference between
-    ranks in a sweep, as a share of the seconds. `jobs` fresh jobs ran of each arm. `by_plugin` are
-    rows under the plugin's own table, whose `fresh` is the speed over NCCL's own choice.
-    """
+    """The rows of a set of GPUs, and the entries for the tuner that follow."""
 
     gpus: tuple[int, ...]
     arm: ChoiceName
+    """The choice under which rows were timed."""
     backend: str
     nccl: str
     rows: tuple[SizeRow, ...]
     entries: tuple[TunerEntry, ...]
     jobs: int
+    """Fresh jobs of each arm."""
     by_plugin: tuple[SizeRow, ...] = ()
+    """Rows under the plugin's own table, whose `fresh` is the speed over NCCL's own choice."""
     skew: float = 0.0
+    """The largest median difference between ranks in a sweep, as a share of the seconds."""
     seconds: float = 0.0
 
     @property

@@ -145,23 +145,23 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class RowTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Times of a row on a rank, or of a contest on the slowest one.
-
-    A contest has NCCL's own choice first, then each choice, or the plugin's table; its last `final`
-    rounds have finalists alone: which choices became finalists does not depend on their times.
-    `skew` is the largest median difference between ranks, as a share. Ranks have no variant of a
-    row that other ranks run. `fault` says how a means gave wrong values, and `gemms` how many times
-    as long GEMMs took beside the row as alone, by batch. `trained` are loss and norms of gradients
-    after a few training steps, None where they are no numbers.
-    """
+    """Times of a row on a rank, or of a contest on the slowest one."""
 
     row: Row
     variants: tuple[Variant, ...] = ()
+    """Of a contest NCCL's own choice first, then each choice, or the plugin's table; none of a row
+    that other ranks run."""
     final: int = 0
+    """The last rounds, in which finalists are alone: which choices became finalists does not depend
+    on their times."""
     skew: float = 0.0
+    """The largest median difference between ranks, as a share."""
     fault: str = ""
+    """How a means gave wrong values."""
     gemms: tuple[float, ...] = ()
+    """How many times as long GEMMs took beside the row as alone, by batch."""
     trained: tuple[float | None, ...] = ()
+    """Loss and norms of gradients after a few training steps; None where they are no numbers."""
 
     @property
     def seconds(self) -> tuple[float, ...]:
@@ -183,26 +183,32 @@ def batches(row: Row, seconds: Iterable[float], trained: Iterable[float] = ()) -
 
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Work of a job's ranks: checks, then `rows` in this order.
+    """Work of a job's ranks: checks, then rows.
 
-    Values are checked over all ranks and in `check_groups`. A row without a contest is timed for
-    about `seconds`. Under a graph file, which fails communicators over fewer GPUs, groups have no
-    checks and no such times. After `limit` seconds no row begins; a job with one runs alone. Over
-    several hosts, `first_rank` is the host's and all meet at `rendezvous`. Concurrent jobs have a
-    `slot` each. `nccl_tests` is the path of a program of nccl-tests that does the work.
+    Under a graph file, which fails communicators over fewer GPUs, groups have no checks, and no
+    times but those of contests.
     """
 
     backend: Backend = "host"
     world: int = 0
     first_rank: int = 0
+    """The host's."""
     rendezvous: Rendezvous | None = None
+    """Where all meet over several hosts."""
     slot: JobSlot | None = None
+    """That of one of concurrent jobs."""
     checks: bool = False
+    """Whether values are checked, over all ranks."""
     check_groups: tuple[Groups, ...] = ()
+    """Groups in which they are checked as well."""
     rows: tuple[Row, ...] = ()
+    """In this order."""
     seconds: float = 0.045
+    """For about so long a row without a contest is timed."""
     limit: float | None = None
+    """Seconds after which no row begins; a job with a limit runs alone."""
     nccl_tests: str = ""
+    """The path of a program of nccl-tests that does the work."""
     means: str = ""
     nodes: tuple[int, ...] = ()
 
@@ -216,19 +222,19 @@ class WrongValue(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class JobResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Result of one rank: `times` of the rows that began.
-
-    `checked` counts compared cases; `left_out` names collectives that the backend lacks.
-    """
+    """Result of one rank."""
 
     rank: int
     torch: str
     nccl: str = ""
     device: str = ""
     checked: int = 0
+    """Compared cases."""
     wrong: tuple[WrongValue, ...] = ()
     left_out: tuple[str, ...] = ()
+    """Collectives that the backend lacks."""
     times: tuple[RowTimes, ...] = ()
+    """Those of the rows that began."""
 
 
 def is_large(size: int) -> bool:

@@ -100,19 +100,19 @@ def run_once(target: Target, launcher: Launcher, budget: RunBudget) -> ArmResult
 
 
 class Judge(NamedTuple):
-    """A comparison of a plan's arms, default NCCL first: its rows, and what their rounds say.
-
-    `chosen` is the choice in question, `calls` the rows of a workload with their number in a step,
-    and `begun` when it began, by the monotonic clock.
-    """
+    """A comparison of a plan's arms: its rows, and what their rounds say."""
 
     target: Target
     launcher: Launcher
     budget: RunBudget
     arms: tuple[Arm, ...]
+    """Default NCCL first."""
     chosen: ChoiceName
+    """The choice in question."""
     calls: Mapping[Row, float]
+    """The rows of a workload with their number in a step."""
     begun: float
+    """When it began, by the monotonic clock."""
 
     @property
     def rows(self) -> tuple[Row, ...]:

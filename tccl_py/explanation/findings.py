@@ -32,28 +32,30 @@ class Instead(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A minimal set of transfers that slow each other, or one transfer with a slow mechanism.
-
-    `gbps` is the slowest flow's rate with all flows running, `alone_gbps` the slowest's with each
-    alone (of a single flow: the best other mechanism's), `slowdown` their ratio. `each_gbps` and
-    `each_alone_gbps` have a rate for each flow; `error` is the relative standard error of `gbps`.
-    `shares` are the shared links and memories, `kinds` the mechanisms. `alike` more sets of the
-    same rings are equally slow, as measured or by symmetry. `minimal` is false if smaller sets were
-    not measured.
-    """
+    """A minimal set of transfers that slow each other, or one transfer with a slow mechanism."""
 
     flows: tuple[Flow, ...]
     gbps: float
+    """The slowest flow's rate with all flows running."""
     alone_gbps: float
+    """The slowest's with each alone; of a single flow the best other mechanism's."""
     slowdown: float
+    """The ratio of the two."""
     each_gbps: tuple[float, ...]
+    """The rate of each flow with all running."""
     each_alone_gbps: tuple[float, ...]
+    """The rate of each flow alone."""
     error: float = 0.0
+    """The relative standard error of `gbps`."""
     shares: tuple[str, ...] = ()
+    """The shared links and memories."""
     kinds: tuple[str, ...]
+    """The mechanisms."""
     instead: tuple[Instead, ...] = ()
     alike: int = 0
+    """How many more sets of the same rings are equally slow, as measured or by symmetry."""
     minimal: bool = True
+    """Whether all smaller sets were measured."""
     sentence: str = ""
 
     @property
@@ -81,20 +83,19 @@ def finding_of(flows: Sequence[Flow], gbps: float, alone: Sequence[float], **mor
 
 
 class RingExplanation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The limits of a set of rings, the worst first.
-
-    `rate_gbps` is the bandwidth of all rings; `slowest` the hop that is slowest alone, the limit of
-    rings without findings, None if unknown. `unexplained` is an open question, or "". `node_class`
-    names the hosts with these chains, "" of a single host.
-    """
+    """The limits of a set of rings, the worst first."""
 
     name: Literal["plan", "default"]
     node_class: str = ""
+    """The hosts with these chains; "" of a single host."""
     rings: int
     rate_gbps: float
+    """The bandwidth of all rings."""
     slowest: Finding | None
+    """The hop that is slowest alone, the limit of rings without findings; None if unknown."""
     findings: tuple[Finding, ...]
     unexplained: str
+    """An open question, or ""."""
     sentence: str
 
 

@@ -42,30 +42,29 @@ Journal = Mapping[TransferSet, Sequence[Measurement]]
 
 
 class Effort(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of a check: `seconds` in all, number of `sets`; `seed` picks the random sample.
-
-    `families` of comparisons, this one and others, share the rate of false alarms.
-    """
+    """Limits of a check."""
 
     seconds: float = 120.0
+    """In all."""
     sets: int = 24
     seed: int = 0
+    """Picks the random sample."""
     families: int = 1
+    """Families of comparisons, this one and others, that share the rate of false alarms."""
 
 
 class Drift(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a check.
-
-    `rows` are all flows compared, `changes` the flow with the largest fall of each changed set, the
-    worst set first. `lost` has the reason for each set that can no longer be measured; for
-    `skipped` sets no time was left.
-    """
+    """The result of a check."""
 
     rows: tuple[Comparison, ...]
+    """All flows compared."""
     changes: tuple[Comparison, ...]
+    """The flow with the largest fall of each changed set, the worst set first."""
     points_to: str
     lost: dict[TransferSet, str]
+    """Why a set can no longer be measured."""
     skipped: tuple[TransferSet, ...]
+    """Sets for which no time was left."""
     seconds: float
     false_alarm_rate: float = FALSE_ALARM_RATE
 

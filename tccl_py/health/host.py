@@ -40,21 +40,21 @@ SEVERITIES: tuple[Severity, ...] = ("hang", "slow", "note")
 
 
 class Defect(msgspec.Struct, frozen=True, kw_only=True):
-    """A defect of a host.
-
-    `measured` and `expected` are "" where words say all; `why` is the effect, `source` the
-    reference, `fix` a command or action for a person, "" if there is none.
-    """
+    """A defect of a host."""
 
     severity: Severity
     check: str = ""
     what: str
     where: str
     measured: str = ""
+    """"" where words say all."""
     expected: str = ""
     why: str
+    """The effect."""
     source: str
+    """The reference."""
     fix: str = ""
+    """A command or action for a person; "" if there is none."""
 
 
 class Unseen(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,12 +70,7 @@ Results = Iterator[Defect | Unseen]
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A kind of defect, or a variable that changes a plan: the parts of every finding of it.
-
-    `harmless` is the value of a variable without effect; it can be a `workaround` for a fault.
-    `releases` of NCCL, the first and the last, have the defect, on GPUs of `sm` alone if given.
-    Variables of `rdma` say nothing on a host without RDMA NICs.
-    """
+    """A kind of defect, or a variable that changes a plan: the parts of every finding of it."""
 
     severity: Severity
     what: str = ""
@@ -83,10 +78,15 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     source: str
     fix: str = ""
     harmless: str = ""
+    """The value of a variable without effect."""
     workaround: bool = False
+    """Whether the variable works around a fault."""
     releases: tuple[str, str] | None = None
+    """The first and the last release of NCCL with the defect."""
     sm: int | None = None
+    """The GPUs with it; None is all."""
     rdma: bool = False
+    """Whether it says nothing on a host without RDMA NICs."""
 
 
 @functools.cache
@@ -147,26 +147,28 @@ class DriverState:
 
 @dataclass(frozen=True, kw_only=True)
 class HostState(HostFiles):
-    """A host to examine; `home` is a path of its files.
-
-    `environment` is the user's, `driver` the facts from NVML, `shm_free` the free bytes of
-    /dev/shm, `nccl` the installed versions, torch's first, each None if not asked. `own_rings` are
-    default NCCL's over all GPUs, or why it was not asked; "" for fewer than two GPUs. Root looks at
-    it, if `by_root`. `log` is the running kernel's, as far as it may be read, `earlier_errors`
-    what its devices had counted before. `links` is the proof of the links between GPUs, None where
-    none was made.
-    """
+    """A host to examine."""
 
     home: str = "/root"
+    """A path of its files."""
     environment: Mapping[str, str] = field(default_factory=dict)
+    """The user's."""
     driver: DriverState = DriverState(unseen="the driver was not asked")
+    """The facts from NVML."""
     shm_free: int | None = None
+    """The free bytes of /dev/shm; None was not asked."""
     nccl: tuple[InstalledNccl, ...] | None = None
+    """The installed versions, torch's first; None was not asked."""
     own_rings: NcclAnswer | str = ""
+    """Default NCCL's over all GPUs, or why it was not asked; "" for fewer than two GPUs."""
     by_root: bool = False
+    """Whether root looks at it."""
     log: bytes = b""
+    """The running kernel's, as far as it may be read."""
     earlier_errors: Mapping[str, Counter[str]] = field(default_factory=dict)
+    """What its devices had counted before."""
     links: Proof | None = None
+    """The proof of the links between GPUs; None where none was made."""
 
     @property
     def name(self) -> str:

@@ -42,17 +42,18 @@ class NicMap(msgspec.Struct, frozen=True, order=True):
 
 
 class CabledRing(msgspec.Struct, frozen=True, kw_only=True):
-    """Rings along cables: `crossings[n]` leads from `hosts[n]` to the next, cyclic.
-
-    `rate_gbps` is the rate of the slowest host's chains, and no order of hosts has more than
-    `bound_gbps` with the dealings of functions that were compared; `complete`: these are all.
-    """
+    """Rings along cables."""
 
     hosts: tuple[str, ...]
+    """In order, cyclic."""
     crossings: tuple[NicMap, ...]
+    """From each host to the next."""
     rate_gbps: float
+    """The rate of the slowest host's chains."""
     bound_gbps: float
+    """No order of hosts has more, with the dealings of functions that were compared."""
     complete: bool = False
+    """Whether these are all dealings."""
 
     @property
     def is_proven(self) -> bool:

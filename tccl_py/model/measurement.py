@@ -52,30 +52,29 @@ class NoRateError(MeasurementError):
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Rates of one transfer set, all flows running together; every rate is above 0.
-
-    `samples_gbps[i][r]` is flow i's rate in repeat r, in 10^9 bytes a second, flows in the set's
-    order. `simulated` marks rates of a model, `assumed` rates of a model whose parameters were
-    never measured; both survive into everything made from the measurement.
-
-    Of hardware: `skew_us` is the median time between the first transfer's start and the last's,
-    known to `skew_error_us`; `overlap` the share of the time in which all flows ran;
-    `overlap_at_least` marks a lower bound, where the clock shows no more; `window_us` is the
-    duration of a repeat; `settled` means a 95 % interval as narrow as asked; `outliers` are
-    suspect repeats, not left out.
-    """
+    """Rates of one transfer set, all flows running together; every rate is above 0."""
 
     transfers: TransferSet
     samples_gbps: tuple[tuple[float, ...], ...]
+    """The rate of each flow, in the set's order, in each repeat, 10^9 bytes a second."""
     simulated: bool
+    """Whether a model gave the rates: it stays in everything made from the measurement."""
     assumed: bool = False
+    """Whether that model's parameters were never measured."""
     skew_us: float | None = None
+    """On hardware, the median time between the first transfer's start and the last's."""
     skew_error_us: float | None = None
+    """How far that is known."""
     overlap: float | None = None
+    """The share of the time in which all flows ran."""
     overlap_at_least: bool = False
+    """Whether that is a lower bound, where the clock shows no more."""
     window_us: float | None = None
+    """The duration of a repeat."""
     settled: bool = True
+    """Whether the 95 % interval is as narrow as asked."""
     outliers: tuple[int, ...] = ()
+    """Suspect repeats, not left out."""
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -166,18 +165,20 @@ def faults(measurement: Measurement) -> Iterator[str]:
 class JournalHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The machine, driver and options that a journal's measurements are valid for.
 
-    `identity` separates measurements that may not be mixed: by GPU UUIDs, driver, model revision.
-    Measurements of several `hosts` have their GPUs, driver and NICs by name, and in `identity` the
-    rest. Those of a `dry_run` are of host memory. `noise` and `seed` are of a simulation. A journal
-    with another header is refused.
+    A journal with another header is refused.
     """
 
     machine: str
     identity: str
+    """What separates measurements that may not be mixed: GPU UUIDs, driver, model revision; of
+    several hosts the rest."""
     simulated: bool
     dry_run: bool = False
+    """Whether rates are of host memory."""
     hosts: Mapping[str, str] = {}
+    """The GPUs, driver and NICs of several hosts, by name."""
     noise: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    """Of a simulation."""
     seed: int = 0
     format_version: int = JOURNAL_FORMAT
 
@@ -300,19 +301,18 @@ def answer_fault(answers: object, transfers: TransferSet, *, simulated: bool) ->
 
 
 class NicTransport(msgspec.Struct, frozen=True, kw_only=True):
-    """How the bytes of flows go from host to host.
-
-    `backend` is that of the sources that measure by it. Where it `joins_gpus`, the GPUs at a flow's
-    ends move the bytes, and it opens the NICs. Else, and for flows that end in host memory, NICs
-    are devices of the class `nic_device` (module:class). Where all NICs `need_addresses`, these are
-    such as other hosts reach. `unmeasured` says which flows have the speed of a NIC's port.
-    """
+    """How the bytes of flows go from host to host."""
 
     backend: str
+    """That of the sources that measure by it."""
     joins_gpus: bool = False
+    """Whether the GPUs at a flow's ends move the bytes, and it opens the NICs."""
     nic_device: str = "tccl_profiler.tcp:NicDevice"
+    """The class of NICs (module:class) else, and for flows that end in host memory."""
     need_addresses: bool = False
+    """Whether all NICs need addresses that other hosts reach."""
     unmeasured: str = ""
+    """Which flows have the speed of a NIC's port, in a sentence."""
 
     def carries(self, flow: Flow) -> bool:
         """Return whether a flow goes from GPU to GPU by no device between them."""

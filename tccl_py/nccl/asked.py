@@ -50,21 +50,20 @@ MOST_RANKS = 32
 
 
 class NcclAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """One communicator of the installed NCCL.
-
-    `rings` has each final channel's GPU order, `graph` the ring graph searched or loaded, before
-    channels are doubled. `via` has NCCL's name (`P2P/CUMEM`) for each hop of the rings; nothing
-    without connections. `fallback` is true where NCCL took its simple order. `choices` are those of
-    the collectives that ran.
-    """
+    """One communicator of the installed NCCL."""
 
     version: str
     gpus: tuple[int, ...]
     rings: tuple[tuple[int, ...], ...]
+    """Each final channel's GPU order."""
     graph: Graph
+    """The ring graph searched or loaded, before channels are doubled."""
     via: Mapping[tuple[int, int], str]
+    """NCCL's name (`P2P/CUMEM`) for each hop of the rings; nothing without connections."""
     fallback: bool
+    """Whether NCCL took its simple order."""
     choices: tuple[SizeChoice, ...] = ()
+    """Those of the collectives that ran."""
 
 
 class RefusedError(MeasurementError):

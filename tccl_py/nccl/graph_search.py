@@ -317,24 +317,24 @@ class DefaultChain(NamedTuple):
 
 
 class DefaultChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """Default NCCL's choice on one node, or on each of several equal nodes.
-
-    `rings` has one GPU order a searched channel, `chains` those of several nodes that run. The
-    final `channels` are no more than the tree has, then doubled. `bw_intra` is GB/s of a channel
-    inside a node. `fallback` is true where the search found nothing and NCCL took its
-    simple order, `assumed_sys` where it found nothing without NCCL_P2P_LEVEL=SYS.
-    """
+    """Default NCCL's choice on one node, or on each of several equal nodes."""
 
     rings: tuple[tuple[int, ...], ...]
+    """One GPU order a searched channel."""
     chains: tuple[DefaultChain, ...] = ()
+    """Those of several nodes that run."""
     bw_intra: float
+    """GB/s of a channel inside a node."""
     type_intra: str
     type_inter: str
     cross_nic: int
     channels: int
+    """The final ones: no more than the tree has, then doubled."""
     settings: Settings
     fallback: bool = False
+    """Whether the search found nothing and NCCL took its simple order."""
     assumed_sys: bool = False
+    """Whether it found nothing without NCCL_P2P_LEVEL=SYS."""
 
 
 def default_choice(topo: NcclView, *, nodes: int = 1) -> DefaultChoice:

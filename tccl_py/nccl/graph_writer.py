@@ -18,23 +18,23 @@ _MAX_GBPS = 100_000
 
 
 class GraphRings(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of a graph file for one node.
-
-    `orders` has GPU indices (NVML) for each channel, `speed_gbps` a channel's rate; types are the
-    farthest paths used. NCCL's tuner believes them: they must be true. `nets` has each channel's
-    entry and exit NIC (device numbers; none for a single node); the tree uses the entries. With
-    `tree_spreads` the tree's first two GPUs talk to other nodes, else only the first. Without
-    `subnet_routing` NCCL leaves a node of one GPU by the entry.
-    """
+    """The content of a graph file for one node."""
 
     orders: tuple[tuple[int, ...], ...]
+    """GPU indices (NVML) for each channel."""
     speed_gbps: float
+    """A channel's rate."""
     type_intra: str
+    """The farthest path used; NCCL's tuner believes these types: they must be true."""
     nets: tuple[tuple[int, int], ...] = ()
+    """Each channel's entry and exit NIC (device numbers; none for a single node); the tree uses the
+    entries."""
     type_inter: str = "PIX"
     tree_type_inter: str = "PIX"
     tree_spreads: bool = True
+    """Whether the tree's first two GPUs talk to other nodes; else only the first."""
     subnet_routing: bool = False
+    """Whether NCCL leaves a node of one GPU by another NIC than its entry."""
 
 
 def graph_xml(rings: GraphRings, *, version: str = ASSUMED) -> str:

@@ -45,48 +45,51 @@ _Count = Annotated[int, Meta(ge=1)]
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of one NCCL process; None is NCCL's own default.
-
-    `p2p_level` LOC lets no pair talk directly. `p2p_read` None reads on NVLink between two sm 80
-    GPUs and writes elsewhere. `channels` are ring channels in the graph file; the final number is
-    more (`final_channels`), within `min_channels` and `max_channels`. `buffsize` is a channel's
-    FIFO in bytes. `shm_disable` sends pairs without P2P over NICs; no plan chooses it.
-    `shm_placement` lets the NCCL plugin choose the NUMA node of each rank's bounce buffers, which
-    are then the sender's.
-
-    NICs reach GPU memory up to `net_gdr_level` (LOC: never), when sending only if `net_gdr_read`
-    lets them (None: not below sm 80 without NVLink). `cross_nic` 0 keeps a ring on one rail, 1 lets
-    it change rails, 2 (NCCL's default) where that helps. `ib_hca` are NICs by exact names, with or
-    without a port (`mlx5_0:1`), `socket_ifname` interfaces; () is all. A connection over sockets
-    has `socket_threads` helper threads with `sockets_per_thread` sockets each. With
-    `subnet_routing` a connection takes NICs of one subnet, a side's own where the other's does not
-    reach it, by the first `subnet_prefix` bits of addresses; NICs are then not merged.
-    """
+    """Settings of one NCCL process; None is NCCL's own default."""
 
     version: str = ASSUMED
     p2p_level: Level | None = None
+    """The farthest path of P2P; LOC lets no pair talk directly."""
     p2p_read: bool | None = None
+    """Whether the receiver reads; None reads on NVLink between two sm 80 GPUs and writes
+    elsewhere."""
     p2p_copy_engine: bool = False
     shm_locality: Side = "receiver"
     shm_copy_engine: CopyEngineSide | None = None
     shm_disable: bool = False
+    """Whether pairs without P2P go over NICs; no plan chooses it."""
     shm_placement: bool = False
+    """Whether the NCCL plugin chooses the NUMA node of each rank's bounce buffers, which are then
+    the sender's."""
     net_disable_intra: bool = False
     channels: _Count = 1
+    """Ring channels of a graph file. The final number is more (`final_channels`), within the two
+    below."""
     min_channels: _Count | None = None
     max_channels: _Count | None = None
     buffsize: Annotated[int, Meta(ge=1024, le=MAX_FIFO_BYTES)] = DEFAULT_FIFO_BYTES
+    """A channel's FIFO in bytes."""
     algo: Literal["Ring"] | None = None
     net_gdr_level: Level | None = None
+    """The farthest path over which NICs reach GPU memory; LOC is never."""
     net_gdr_read: bool | None = None
+    """Whether they do when sending; None is not below sm 80 without NVLink."""
     cross_nic: CrossNic | None = None
+    """0 keeps a ring on one rail, 1 lets it change rails, 2 (NCCL's default) where that helps."""
     ib_hca: _Hcas = ()
+    """NICs by exact names, with or without a port (`mlx5_0:1`); () is all."""
     ib_gid_index: Annotated[int, Meta(ge=0, le=MAX_GID_INDEX)] | None = None
     socket_ifname: _Interfaces = ()
+    """Interfaces by exact names; () is all."""
     socket_threads: Annotated[int, Meta(ge=1, le=_MAX_SOCKET_THREADS)] | None = None
+    """Helper threads of a connection over sockets."""
     sockets_per_thread: Annotated[int, Meta(ge=1, le=_MAX_SOCKETS)] | None = None
+    """Sockets of each of them."""
     subnet_routing: bool = False
+    """Whether a connection takes NICs of one subnet, a side's own where the other's does not reach
+    it; NICs are then not merged."""
     subnet_prefix: Annotated[int, Meta(ge=1, le=32)] | None = None
+    """The first bits of addresses that make a subnet."""
 
 
 _DEFAULTS = Settings()

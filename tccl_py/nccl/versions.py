@@ -33,89 +33,94 @@ SWAPPING = 2
 
 
 class VersionFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts of one release, with the values of 2.18 as defaults.
-
-    `name` is the nearest version whose facts were checked; without `verified` it is another one.
-    An AMD host with up to `amd_gpus` GPUs (None: any number) gets P2P level SYS by default.
-    `max_channels` limits a graph file, `max_final_channels` a communicator. `default_gdr_level` is
-    the farthest path over which a NIC reaches GPU memory by default; `unknown_levels` are read as
-    LOC. With `relays_need_gpu_direct` only a GPU with GPU direct RDMA relays. `crossed` is the
-    crossnic of channels that have to change NICs: 2 swaps pairs of them on odd nodes. Without
-    `children_checked` more than `max_children` corrupt memory instead of failing. With
-    `checks_values` a value ends at the quote that it began with, and too long ones fail; before,
-    only at a double quote, and they corrupt memory.
-
-    With `fuses_topologies` each rank looks only at its own GPU and all NICs, and the views are
-    fused in rank order. With `device_nodes` every GPU is two nodes, a device and a rank's GPU. With
-    `nearer_wins` a path of a nearer type replaces another, else only a wider path that is not
-    longer, and a GPU's CPU is that of fewest links. With `shares_nets_by_place` a GPU's first NIC
-    follows from its number among the GPUs that share the NICs, else from its NVML index. A search
-    without result takes local NICs with `falls_back_to_local_nets`, else NIC 0. With
-    `old_gpus_leave_over_sys` trees of GPUs before sm 90 may reach NICs over any path. From sm 100
-    on its search does not try `unknown_intra` rates inside a node, and `unknown_inter` between
-    nodes. Variables that NCCL_NO_CACHE names are read for each communicator; of those, `rereads`
-    have effect there. `amd_gbps` are the rates between sockets of Zen 1 and 2, 3 and 4, and 5,
-    `xeon6_gbps` between those of Granite Rapids and Sierra Forest. A GPU's unknown link speed
-    counts as `unknown_gts`. `has_rubin`: it knows sm 107. With `routes_by_subnet` RDMA connections
-    can be made to leave by a NIC in the subnet of the other end's.
-
-    With `algorithms_exclude`, NCCL_ALGO for some collectives beside NCCL_PROTO for all leaves the
-    others none. With `tuners_lower_channels` a tuner's number counts below NCCL's own for the size.
-    With `windows_ask_cuda` registered windows use P2P that CUDA grants, whatever NCCL's P2P level.
-
-    Of the cost model, where `has_cost_model` says that it is known here: a channel gets at least
-    `channel_bytes` of a message. With `slow_rings_halve_threads` Simple rings of up to 12 GB/s have
-    256 threads. `blackwell_ll_gbps` limits LL inside a node from sm 100 on, and
-    `blackwell_ring_ll128_gbps` a channel of LL128 rings. With `power_trees_as_rings` POWER has the
-    ring's latency for Simple trees. With `trees_take_lesser_rate` the slower of a tree's two rates
-    counts from sm 100 on. The latency of Simple rings over NVLink is then 1.4 times as long for
-    `plateau_collectives`, with `plateau_by_steps` less for few steps and long messages. With
-    `later_tie_wins` the later of two equal times is chosen.
-    """
+    """Facts of one release, with the values of 2.18 as defaults."""
 
     name: str = "2.18"
+    """The nearest version whose facts were checked."""
     verified: bool = True
+    """Whether it is the release itself."""
     default_gdr_level: Level = "PXB"
+    """The farthest path over which a NIC reaches GPU memory by default."""
     unknown_levels: tuple[Level, ...] = ("P2C",)
+    """Levels that are read as LOC."""
     relays_need_gpu_direct: bool = False
+    """Whether only a GPU with GPU direct RDMA relays."""
     crossed: Literal[1, 2] = 1
+    """The crossnic of channels that have to change NICs: 2 swaps pairs of them on odd nodes."""
     amd_gpus: int | None = None
+    """GPUs up to which an AMD host gets P2P level SYS by default; None is any number."""
     dev_base: Literal[0, 16] = 0
     max_channels: int = 16
+    """Channels of a graph file at most."""
     max_final_channels: int = 32
+    """Channels of a communicator at most."""
     max_children: int = 32
+    """Children of an element of a graph file at most."""
     children_checked: bool = False
+    """Whether more children fail; else they corrupt memory."""
     checks_values: bool = False
+    """Whether a value ends at the quote that it began with, and too long ones fail; before, only at
+    a double quote, and they corrupt memory."""
     max_elements: int = 1024
     rank_overrides_dev: bool = False
     shm_copy_engine: bool = True
     fuses_topologies: bool = False
+    """Whether each rank looks only at its own GPU and all NICs, and the views are fused in rank
+    order."""
     old_gpus_leave_over_sys: bool = False
+    """Whether trees of GPUs before sm 90 may reach NICs over any path."""
     falls_back_to_local_nets: bool = False
+    """Whether a search without result takes local NICs; else NIC 0."""
     unknown_intra: tuple[float, ...] = (45.0,)
+    """Rates inside a node that its search does not try from sm 100 on, GB/s."""
     unknown_inter: tuple[float, ...] = (80.0, 86.0, 90.2)
+    """The same between nodes."""
     amd_gbps: tuple[float, float, float] = (16.0, 16.0, 16.0)
+    """The rates between sockets of Zen 1 and 2, 3 and 4, and 5."""
     xeon6_gbps: float = 22.0
+    """The rate between sockets of Granite Rapids and Sierra Forest."""
     unknown_gts: float = 8.0
+    """What a GPU's unknown link speed counts as."""
     has_rubin: bool = False
+    """Whether it knows sm 107."""
     routes_by_subnet: bool = False
+    """Whether RDMA connections can be made to leave by a NIC in the subnet of the other end's."""
     device_nodes: bool = False
+    """Whether every GPU is two nodes, a device and a rank's GPU."""
     nearer_wins: bool = False
+    """Whether a path of a nearer type replaces another; else only a wider path that is not longer,
+    and a GPU's CPU is that of fewest links."""
     shares_nets_by_place: bool = False
+    """Whether a GPU's first NIC follows from its number among the GPUs that share the NICs; else
+    from its NVML index."""
     rereads: tuple[str, ...] = ()
+    """Variables with effect where they are read for each communicator, as NCCL_NO_CACHE asks."""
     has_cost_model: bool = False
+    """Whether the cost model is known here; the fields below are of it."""
     channel_bytes: int = 16 << 10
+    """Bytes of a message that a channel gets at least."""
     slow_rings_halve_threads: bool = True
+    """Whether Simple rings of up to 12 GB/s have 256 threads."""
     blackwell_ll_gbps: float = 282.0
+    """The limit of LL inside a node from sm 100 on."""
     blackwell_ring_ll128_gbps: float = 73.4
+    """The limit of a channel of LL128 rings there."""
     power_trees_as_rings: bool = True
+    """Whether POWER has the ring's latency for Simple trees."""
     trees_take_lesser_rate: bool = False
+    """Whether the slower of a tree's two rates counts from sm 100 on."""
     plateau_collectives: tuple[str, ...] = ()
+    """Collectives with 1.4 times the latency of Simple rings over NVLink then."""
     plateau_by_steps: bool = False
+    """Whether that is less for few steps and long messages."""
     later_tie_wins: bool = False
+    """Whether the later of two equal times is chosen."""
     algorithms_exclude: bool = False
+    """Whether NCCL_ALGO for some collectives beside NCCL_PROTO for all leaves the others none."""
     tuners_lower_channels: bool = False
+    """Whether a tuner's number counts below NCCL's own for the size."""
     windows_ask_cuda: bool = False
+    """Whether registered windows use P2P that CUDA grants, whatever NCCL's P2P level."""
 
 
 _CHANGES: dict[tuple[int, int, int], dict[str, Any]] = {

@@ -97,16 +97,14 @@ def slowest_first(gbps: float, flow: Flow) -> tuple[float, Flow]:
 
 
 class HostPath(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All rings on a host of one class, a chain for each; equal hosts share paths.
-
-    Types are the farthest NCCL paths inside the host and to its NICs, as NCCL's tuner reads them;
-    `type_inter` is "" on a single host.
-    """
+    """All rings on a host of one class, a chain for each; equal hosts share paths."""
 
     node_class: Number
     chains: tuple[PlanChain, ...]
     type_intra: PathName
+    """The farthest NCCL path inside the host, as NCCL's tuner reads it."""
     type_inter: PathName = ""
+    """The farthest to its NICs; "" on a single host."""
 
     @property
     def rate_gbps(self) -> float:
@@ -230,19 +228,17 @@ class SizeAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class SubsetRings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Rings for a communicator over some of the GPUs, under the plan's settings; rate in GB/s.
-
-    Without `rings` the rate is that of NCCL's own rings under the plan's variables. `nodes` has the
-    NUMA node of each GPU's bounce buffers; () leaves them where NCCL puts them. Without `gains`
-    NCCL's own rings are as fast, or under variables that single communicators get, default NCCL is:
-    then the plugin gives communicators over these GPUs nothing.
-    """
+    """Rings for a communicator over some of the GPUs, under the plan's settings."""
 
     gpus: tuple[Gpu, ...]
     rings: tuple[tuple[Gpu, ...], ...]
+    """Without any the rate is that of NCCL's own rings under the plan's variables."""
     rate_gbps: Rate
     nodes: tuple[Number, ...] = ()
+    """The NUMA node of each GPU's bounce buffers; () leaves them where NCCL puts them."""
     gains: bool = True
+    """Whether they are faster than NCCL's own, or variables that single communicators get than
+    default NCCL: else the plugin gives communicators over these GPUs nothing."""
 
 
 def plan_chain(hops: Sequence[Hop], rates: Sequence[float]) -> PlanChain:

@@ -58,20 +58,21 @@ MORE_SETS = 160
 
 
 class HostTask(Task, frozen=True, kw_only=True):
-    """Planning a host of several: rings are chains by `nics`, closed through the world outside.
-
-    With a `pairing` the chains have just these pairs of NICs; else NICs are used evenly, if not
-    `uneven`. Hosts with `cables` leave by another NIC than their entry, and NCCL's own chains on
-    `railed` ones, where a NIC reaches only the same NIC of other hosts, may have to leave by the
-    same. NCCL's own chains are rated under `sound` settings where default NCCL uses links on some
-    class that no plan may use.
-    """
+    """The search on a host of several: rings are chains by NICs, closed through the world
+    outside."""
 
     pairing: Pairing | None = None
+    """The pairs of NICs that the chains have, if these are given."""
     uneven: bool = False
+    """Whether chains may use NICs unevenly."""
     cabled: bool = False
+    """Whether cables join the hosts: they leave by another NIC than their entry."""
     sound: Settings | None = None
+    """The settings for NCCL's own chains, where default NCCL uses links on some class that no plan
+    may use."""
     railed: bool = False
+    """Whether a NIC reaches only the same NIC of other hosts, and NCCL's own chains may have to
+    leave by that of their entry."""
 
     @property
     def default_settings(self) -> Settings:

@@ -27,21 +27,21 @@ UNDER_MPI = "start the command under mpirun or srun"
 
 
 class Subject(msgspec.Struct, kw_only=True):
-    """What is planned for: a source, and the search by it, which closes the source's journal.
-
-    `model` is that of new hosts. What `grows` is a plan with `known_models` by class.
-    `table_files` returns the files of a cluster's tables after the search.
-    """
+    """What is planned for: a source, and the search by it, which closes the source's journal."""
 
     search: Callable[[Reporter | None], Plan]
     source: Bench | None = None
     model: MachineModel | None = None
+    """That of new hosts."""
     fingerprint: Fingerprint | None = None
     links: Proof | None = None
     """The proof by which this machine is planned."""
     grows: bool = False
+    """Whether hosts join a plan."""
     known_models: Mapping[str, MachineModel | None] = {}
+    """The models of that plan's classes."""
     table_files: Callable[[], Mapping[str, str]] = dict
+    """Returns the files of a cluster's tables after the search."""
 
     def models(self, made: Plan) -> dict[str, MachineModel | None]:
         """Return the models behind a plan's rates by class; new classes have the new model."""

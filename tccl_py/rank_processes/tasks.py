@@ -58,20 +58,20 @@ class RanksError(MeasurementError):
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """A host's part of a job: `PROGRAM FOLDER/spec.json RANK` for each rank.
-
-    `spec` is the job specification as JSON, `environment` the whole environment of each rank (with
-    the placeholder FOLDER), `files` texts to put into the folder by name, `timeout` seconds for
-    everything, and `imports` the modules that the fork server imports once (`ForkServer.run`).
-    """
+    """A host's part of a job: `PROGRAM FOLDER/spec.json RANK` for each rank."""
 
     program: str
     spec: str
+    """The job specification as JSON."""
     ranks: tuple[int, ...]
     environment: dict[str, str]
+    """The whole environment of each rank, with the placeholder FOLDER."""
     timeout: float
+    """Seconds for everything."""
     files: dict[str, str] = {}
+    """Texts to put into the folder, by name."""
     imports: tuple[str, ...] = ()
+    """The modules that the fork server imports once (`ForkServer.run`)."""
 
 
 class RankOutput(msgspec.Struct, frozen=True, kw_only=True):

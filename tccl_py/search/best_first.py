@@ -145,22 +145,22 @@ class Incumbent:
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
-    """A partial ring set: whole rings, and a path (GPU positions) with its hops.
-
-    `all_hops` are those of rings and path. `stabilizer` lists the symmetry elements that fix every
-    hop; `version` is the age of the bound, which is `ahead` if it knows the hops still to come.
-    `compatibility` is the mean bound of two of the hops.
-    """
+    """A partial ring set: whole rings, and a path (GPU positions) with its hops."""
 
     bound: float
     rings: tuple[tuple[int, ...], ...]
     path: tuple[int, ...]
     hops: tuple[int, ...]
     all_hops: tuple[int, ...]
+    """Those of rings and path."""
     stabilizer: npt.NDArray[np.int64]
+    """The symmetry elements that fix every hop."""
     version: int
+    """The age of the bound."""
     compatibility: float = 0.0
+    """The mean bound of two of the hops."""
     ahead: bool = False
+    """Whether the bound knows the hops still to come."""
 
 
 class RingSetSearch:

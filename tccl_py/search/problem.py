@@ -53,28 +53,30 @@ class SetRule(Protocol):
 
 
 class SearchProblem(msgspec.Struct, frozen=True, kw_only=True):
-    """Find the ring set with the highest score: k x the slowest transfer of all k rings together.
-
-    `spaces[k]` holds the hops open to each ring of a set of k; `rules[k]` is the rule for such a
-    set, which `symmetry` must respect. `known` ring sets (GPU orders, such as NCCL's own, or
-    rings of another space) are measured first, so that the answer is never below them. `cuts` are
-    groups of GPUs for upper bounds: any are valid, good ones shorten proofs. Scores up to
-    `floor_gbps` are not searched for. `tolerance` is the relative gap at which an answer counts as
-    proven, `noise` the relative standard deviation of a measurement that does not state its own.
-    With `check_bound` more sets are measured, as a check of what the bound assumes.
-    """
+    """Find the ring set with the highest score: k x the slowest transfer of all k rings
+    together."""
 
     spaces: Mapping[int, HopSpace]
+    """The hops open to each ring of a set, by the number of rings."""
     source: BandwidthSource
     symmetry: Symmetry
+    """Of the machine; rules must respect it."""
     known: tuple[tuple[Ring | tuple[int, ...], ...], ...] = ()
+    """Ring sets that are measured first, so that the answer is never below them: GPU orders, as
+    NCCL's own, or rings of another space."""
     rules: Mapping[int, SetRule] = {}
+    """The rule for a set of so many rings."""
     cuts: tuple[frozenset[int], ...] = ()
+    """Groups of GPUs for upper bounds: any are valid, good ones shorten proofs."""
     floor_gbps: float = 0.0
+    """Scores up to this are not searched for."""
     budget: Budget = Budget()
     tolerance: float = 0.01
+    """The relative gap at which an answer counts as proven."""
     noise: float = 0.0
+    """The relative standard deviation of a measurement that does not state its own."""
     check_bound: bool = True
+    """Whether more sets are measured, as a check of what the bound assumes."""
 
     @property
     def gpus(self) -> tuple[int, ...]:
@@ -83,30 +85,31 @@ class SearchProblem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The best ring set found, and an upper bound.
-
-    `rate_gbps` is the score of `rings`, GB/s; no ring set of the searched sizes is above
-    `bound_gbps` (None: unknown), as far as `assumptions` (sentences) are true that were not checked
-    for all sets; `proven` means within the tolerance without any. `sets_measured` counts new
-    measurements, `sets_remembered` those of a journal or an earlier search, `sets_by_symmetry` sets
-    known by an image or a repetition. `symmetric` is whether measurements confirmed the symmetry
-    that the problem describes.
-    """
+    """The best ring set found, and an upper bound."""
 
     strategy: str
     rings: RingSet
     rate_gbps: float
+    """The score of the rings, GB/s."""
     bound_gbps: float | None
+    """No ring set of the searched sizes is above it, as far as the assumptions are true; None is
+    unknown."""
     proven: bool
+    """Whether the rings are within the tolerance of a bound without assumptions."""
     assumptions: tuple[str, ...]
+    """What was not checked for all sets, in sentences."""
     sets_measured: int
+    """New measurements."""
     sets_remembered: int
+    """Sets of a journal or an earlier search."""
     sets_by_symmetry: int
+    """Sets known by an image or a repetition."""
     seconds: float
     simulated: bool
     assumed: bool
     cancelled: bool = False
     symmetric: bool = False
+    """Whether measurements confirmed the symmetry that the problem describes."""
     notices: tuple[str, ...] = ()
 
 

@@ -103,18 +103,22 @@ class Memory(_Data, frozen=True, kw_only=True, tag="memory"):
 class Capacity(_Data, frozen=True, kw_only=True):
     """The bandwidth limit of the counted traffic over each of these places, GB/s.
 
-    `write` and `read` bound each operation's sum and `mixed` the sum of both where both occur;
-    `write_in_mix` and `read_in_mix` replace `write` and `read` there. The lowest bound holds.
+    The lowest bound holds.
     """
 
     name: str
     at: Links | Memory
     counts: Traffic = Traffic()
     write: Figure | None = None
+    """The bound of all writes."""
     read: Figure | None = None
+    """The bound of all reads."""
     mixed: Figure | None = None
+    """The bound of both where both occur."""
     write_in_mix: Figure | None = None
+    """The bound of writes there."""
     read_in_mix: Figure | None = None
+    """The bound of reads there."""
     note: str = ""
 
 

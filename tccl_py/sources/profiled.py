@@ -85,17 +85,16 @@ class MeasuredMachine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MeasurementOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of measurements.
-
-    A set is repeated until the 95 % interval of every rate is narrower than `target` (a share of
-    the rate), at most `repeats` times. `meeting` says whether flows that meet at a GPU pass data on
-    or run independently. With `check` data are compared in every set, not once for each flow.
-    """
+    """Options of measurements."""
 
     target: float = DEFAULT_TARGET
+    """A set is repeated until the 95 % interval of every rate is narrower, as a share of it."""
     repeats: int = REPEATS
+    """At most so many times."""
     meeting: str = "pass-on"
+    """Whether flows that meet at a GPU pass data on or run independently."""
     check: bool = False
+    """Whether data are compared in every set, not once for each flow."""
 
     def __post_init__(self) -> None:
         # The comparison is written so that NaN fails it.

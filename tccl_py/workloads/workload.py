@@ -49,38 +49,34 @@ _Text = Annotated[str, Meta(max_length=2000)]
 
 
 class WorkloadRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Equal calls of a step.
-
-    `bytes` are of the larger buffer of one rank, as in rows of experiments and in nccl-tests:
-    elements times the `count` of NCCL's call, for all-gather, reduce-scatter and all-to-all times
-    the ranks of the group as well; where ranks or blocks differ, of the largest rank. Each of
-    `groups`, which are disjoint, makes `calls` calls a step. Ranks are in the communicator's order,
-    and those of the job. Rows of the same `stream` run one after the other, those of different
-    streams may run at the same time.
-    """
+    """Equal calls of a step."""
 
     collective: WorkloadCollective
     dtype: WorkloadDtype
     bytes: Annotated[int, Meta(ge=1, le=MAX_BYTES)]
+    """Those of the larger buffer of one rank, as in rows of experiments and in nccl-tests: elements
+    times the `count` of NCCL's call, for all-gather, reduce-scatter and all-to-all times the ranks
+    of the group as well; where ranks or blocks differ, of the largest rank."""
     groups: Annotated[tuple[_Group, ...], Meta(min_length=1)]
+    """Disjoint; ranks are those of the job, in the communicator's order."""
     calls: Annotated[float, Meta(gt=0, le=1e9)]
+    """Calls of each group in a step."""
     stream: Annotated[int, Meta(ge=0, le=MAX_STREAM)] = 0
+    """Rows of one stream run one after the other, those of several may run at the same time."""
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The collectives of a job of `ranks` ranks in a step.
-
-    `source` is a sentence that says where the rows came from: a formula, or a recording of `steps`
-    steady steps (0: none was told from another, and a step is all that was recorded). `notices` are
-    sentences on what the rows leave out or could not tell.
-    """
+    """The collectives of a job in a step."""
 
     name: Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
     source: _Text
+    """Where the rows came from, in a sentence: a formula, or a recording."""
     ranks: Annotated[int, Meta(ge=1, le=MAX_RANKS)]
     rows: Annotated[tuple[WorkloadRow, ...], Meta(max_length=MAX_ROWS)]
     steps: Annotated[int, Meta(ge=0)] = 0
+    """The steady steps that were recorded; 0: none was told from another, and a step is all."""
     notices: tuple[_Text, ...] = ()
+    """What the rows leave out or could not tell, in sentences."""
     format_version: int = FORMAT_VERSION
 
     @property

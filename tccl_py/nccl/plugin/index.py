@@ -96,25 +96,25 @@ class IndexedSet(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PluginIndex(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that the plugin needs from a plan; None and "" are not known.
-
-    `needed` and `given` are variables as in `nccl.settings.plugin_environment`. `must` and `forbid`
-    name variables of users under which the plan does not hold. `tables` are the tuner's for sets of
-    GPUs (`nccl.tuner.tune_lines`).
-    """
+    """Everything that the plugin needs from a plan; None and "" are not known."""
 
     simulated: bool
     gpus: Annotated[tuple[IndexedGpu, ...], Meta(min_length=1, max_length=64)]
     sets: Annotated[tuple[IndexedSet, ...], Meta(max_length=4096)] = ()
     needed: _Variables = {}
+    """Variables that a job must have, as in `nccl.settings.plugin_environment`."""
     given: _Variables = {}
+    """Variables that single communicators get."""
     must: _Variables = {}
+    """Variables of which another value of the user means default NCCL everywhere."""
     forbid: Annotated[tuple[_Name, ...], Meta(max_length=64)] = ()
+    """Variables of which any value of the user means default NCCL everywhere."""
     nccl: _Nccl = ""
     driver: int | None = None
     numa: int | None = None
     job: int = 0
     tables: Mapping[tuple[int, ...], Sequence[str]] = {}
+    """The tuner's for sets of GPUs (`nccl.tuner.tune_lines`)."""
 
     def encode(self) -> bytes:
         """Return the bytes of the index; InputError: the plugin would not read them."""
