@@ -242,6 +242,6 @@ def words_to_read(page: Path) -> int:
     return len(text.split())
 
 
-def test_the_documentation_is_at_most_22000_words_beside_generated_pages_and_results():
+def test_the_documentation_is_at_most_18000_words_beside_generated_pages_and_results():
     generated = {DOCS / "json.md", DOCS / "results.md", *(DOCS / "results").glob("*.md")}
-    assert sum(words_to_read(page) for page in PAGES if page not in generated) <= 22_000
+    assert sum(words_to_read(page) for page in PAGES if page not in generated) <= 18_000

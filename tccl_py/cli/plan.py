@@ -45,6 +45,7 @@ from tccl_py.plan.results import ProvenLinks
 from tccl_py.plan.text import (
     CHOICE_WORDS,
     advice,
+    assumptions,
     choice_words,
     doctor_first,
     notices,
@@ -226,12 +227,14 @@ def _print_end(made: Plan, output: Path, model: MachineModel | None) -> None:
     noted = f", with {spell(count, 'note')}" if count else ""
     verified = made.winner is not None and made.jobs_ran
     following = f"tccl install {output}" if verified else f"tccl verify {output}"
+    texts = assumptions(made)[: made.simulated]
+    assumed = "".join(f"; assumed: {text.partition(' (')[0]}" for text in texts)
     lines = (
         ("Plan", f"{planned_gpus(made)}: {basis}"),
         ("Verdict", advice(made)),
         ("Rates", ", ".join(rates).replace("nan GB/s", "no rate")),
         ("Limit", limits[0] if limits else limit),
-        ("How sure", say_sure(made, model) + "; cut short" * made.cut_short),
+        ("How sure", say_sure(made, model) + assumed + "; cut short" * made.cut_short),
         ("Files", f"in {output}; all of it{noted}: tccl show {output}"),
         ("Next", f"{first * (made.simulated or made.dry_run)}{following}"),
     )
