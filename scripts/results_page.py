@@ -188,7 +188,7 @@ def _ratio(best: ArmRow) -> str:
 
 
 def _rates(default: ArmRow, best: ArmRow) -> str:
-    rates = [_gbps(default.achieved_gbps), _gbps(best.achieved_gbps)]
+    rates = [_gbps(default.gbps), _gbps(best.gbps)]
     return " → ".join(rates if best is not default else rates[:1])
 
 
