@@ -21,15 +21,13 @@ from tccl_py.nccl.settings import Settings, environment, settings_from_environme
 from tccl_py.nccl.validator import NodeJob, validate_cluster
 from tccl_py.nccl.versions import known_versions
 from tccl_py.plan.directory import (
-    machine_file,
     nccl_files,
     write_nccl_files,
     write_new_plan,
     write_plan,
 )
 from tccl_py.plan.load import load_plan
-from tccl_py.simulator.descriptions import model_for, read_description
-from tests.cluster_plans import FOUR, LOCAL, MACHINES, NOTHING, cluster_plan, equal_hosts, mixed
+from tests.cluster_plans import FOUR, LOCAL, MACHINES, cluster_plan, equal_hosts, mixed
 from tests.effort import calls_at_most
 from tests.planned import needing_a_graph
 
@@ -118,26 +116,6 @@ def test_a_plan_is_the_same_after_saving(tmp_path_factory, plan):
     place = tmp_path_factory.getbasetemp() / "saved.json"
     plan.save(place)
     assert load_plan(place) == plan
-
-
-def test_a_plan_has_all_its_files_and_no_others(tmp_path):
-    plan = mixed()
-    write_plan(plan, tmp_path)
-    names = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
-    assert names == {
-        "plan.json",
-        "manifest.json",
-        *(f"machines/{name}.json" for name in ("four", "pair", "one")),
-        *(f"nccl/hosts/{name}.xml" for name in ("gpu1", "gpu2", "gpu3", "login")),
-        "nccl/nccl.conf",
-        "nccl/env.sh",
-        *(f"nccl/order/hostfile.{name}" for name in ("openmpi", "mpich", "slurm")),
-        "nccl/order/rankfile.openmpi",
-        "nccl/order/rank-map.json",
-        "nccl/order/hosts.txt",
-        "nccl/order/launch.txt",
-    }
-    assert load_plan(tmp_path) == plan
 
 
 def test_the_order_of_hosts_is_the_planned_one(tmp_path):
@@ -249,15 +227,6 @@ def test_hosts_named_like_files_of_a_job_get_their_own_graph_files(tmp_path):
         assert (tmp_path / "job" / "nccl" / name).read_text() == text
 
 
-def test_machines_are_kept_with_the_models_that_rates_come_from(tmp_path):
-    plan = mixed()
-    model = model_for(FOUR, NOTHING)
-    write_plan(plan, tmp_path, models={"four": model})
-    assert read_description(machine_file(plan, tmp_path, 0)).model == model
-    other = read_description(machine_file(plan, tmp_path, 1))
-    assert (other.machine, other.model) == (plan.cluster.classes[1].machine, None)
-
-
 def test_the_longest_name_of_a_host_can_name_its_file(tmp_path):
     names = ("a", "x" * MAX_NAME)
     chains = dict.fromkeys(names, ((0, (0, 1, 2, 3), 0),))
@@ -270,59 +239,6 @@ def test_the_longest_name_of_a_host_can_name_its_file(tmp_path):
     # Before anything is measured, and by name.
     with pytest.raises(InputError, match=r"the name 'x+'\.\.\. has 241 characters; at most 240"):
         cluster_plan([(name, FOUR) for name in longer], chains)
-
-
-def test_a_full_disk_leaves_the_plan_that_was_there(tmp_path, monkeypatch):
-    write_plan(mixed(), tmp_path)
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    written = []
-
-    def full(descriptor):
-        written.append(descriptor)
-        if len(written) == 9:
-            raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(InputError, match="No space left on device"):
-        write_plan(equal_hosts(12), tmp_path)
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
-
-
-@pytest.mark.parametrize("there", [False, True])
-def test_a_plan_that_could_not_be_read_again_is_not_put_in_place(there, tmp_path):
-    if there:
-        write_plan(mixed(), tmp_path)
-    before = sorted(tmp_path.rglob("*"))
-    bad = msgspec.structs.replace(equal_hosts(12), sets_measured=-1)
-    with pytest.raises(InputError, match=r"the plan could"):
-        write_plan(bad, tmp_path)
-    assert sorted(tmp_path.rglob("*")) == before
-    assert not there or load_plan(tmp_path) == mixed()
-
-
-def test_one_plan_replaces_another_with_all_its_files(tmp_path):
-    write_plan(equal_hosts(5), tmp_path)
-    write_plan(mixed(), tmp_path)
-    hosts = sorted(path.name for path in (tmp_path / "nccl" / "hosts").iterdir())
-    assert hosts == ["gpu1.xml", "gpu2.xml", "gpu3.xml", "login.xml"]
-
-
-@pytest.mark.parametrize("finding", ["verify.json", "explanation.json", "report.html"])
-def test_what_was_found_of_an_earlier_plan_goes_with_it(finding, tmp_path):
-    (tmp_path / finding).write_text("of another plan")
-    (tmp_path / "notes.txt").write_text("mine")
-    write_plan(mixed(), tmp_path)
-    assert not (tmp_path / finding).exists()
-    assert (tmp_path / "notes.txt").read_text() == "mine"
-
-
-def test_exported_files_name_their_own_place(tmp_path):
-    plan, place = mixed(), tmp_path / "a" / "b"
-    assert write_nccl_files(plan, place) == 13
-    assert [path.name for path in place.iterdir()] == ["nccl"]
-    assert f"_tccl_hosts={place}/nccl/hosts\n" in (place / "nccl" / "env.sh").read_text()
-    with pytest.raises(InputError, match=r"already exists; name a new"):
-        write_nccl_files(plan, place)
 
 
 def runs_programs(shell):

@@ -15,7 +15,7 @@ from tccl_py.files import encode_json
 from tccl_py.model.measurement import JournalHeader
 from tccl_py.nccl.plugin import LIBRARY
 from tccl_py.nccl.plugin.index import INDEX_FILE, INDEX_HEAD
-from tccl_py.plan.directory import machine_file, write_nccl_files, write_plan
+from tccl_py.plan.directory import machine_file, write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.results import plan_in
 from tccl_py.planning.output import output_directory
@@ -41,13 +41,6 @@ def test_a_simulated_plan_keeps_the_model_that_it_comes_from(tmp_path):
     plan = load_plan(tmp_path / "plan")
     assert planned_model(plan, tmp_path / "plan") == load_bundled(SMALL)
     assert read_description(machine_file(plan, tmp_path / "plan")).machine == plan.machine
-
-
-def test_a_plan_written_without_a_model_keeps_the_machine(tmp_path):
-    plan = plan_of(PCIE)
-    write_plan(plan, tmp_path)
-    assert planned_model(plan, tmp_path) is None
-    assert read_description(machine_file(plan, tmp_path)).machine == plan.machine
 
 
 def test_another_machine_in_the_plans_directory_is_refused(tmp_path):
@@ -222,17 +215,6 @@ def test_a_full_disk_while_files_are_written_leaves_nothing(at, tmp_path, monkey
     assert not held(tmp_path)
 
 
-@pytest.mark.parametrize("at", [1, 4, 5])
-def test_a_full_disk_leaves_the_plan_that_was_there(at, tmp_path, monkeypatch):
-    planned_to(tmp_path / "plan")
-    before = load_plan(tmp_path / "plan")
-    names = set(held(tmp_path))
-    monkeypatch.setattr("os.fsync", full_disk(at))
-    refused(planned_to(tmp_path / "plan", SMALL, "--force", "--gpus", "0-3"), "No space left")
-    assert load_plan(tmp_path / "plan") == before
-    assert set(held(tmp_path)) == names
-
-
 @pytest.fixture(params=["8k", "64k"])
 def small_disk(request, tmp_path):
     place = tmp_path / "disk"
@@ -281,38 +263,6 @@ def test_a_hostile_machine_name_stays_in_the_directory(name, safe, tmp_path):
 
 
 HEADER = JournalHeader(machine=SMALL, identity="model 1", simulated=True)
-
-
-@pytest.mark.parametrize("there", [False, True])
-def test_a_plan_that_could_not_be_read_again_is_not_put_in_place(there, tmp_path):
-    plan = plan_of(PCIE)
-    if there:
-        write_plan(plan, tmp_path)
-    before = held(tmp_path)
-    with pytest.raises(InputError) as refusal:
-        write_plan(msgspec.structs.replace(plan, bound_gbps=plan.rate_gbps / 2), tmp_path)
-    assert str(refusal.value).startswith(f"{tmp_path}: the plan could")
-    assert held(tmp_path) == before
-
-
-def test_exported_files_appear_together_or_not_at_all(tmp_path, monkeypatch):
-    plan = plan_of(PCIE)
-    assert write_nccl_files(plan, tmp_path / "a" / "b") == 13
-    assert sorted(one.name for one in (tmp_path / "a" / "b" / "nccl").iterdir()) == [
-        "env.sh",
-        "graph.xml",
-        "nccl.conf",
-        "subsets",
-    ]
-    # NCCL_P2P_LEVEL alone does it here.
-    assert "NCCL_GRAPH_FILE=" not in (tmp_path / "a" / "b" / "nccl" / "env.sh").read_text()
-    with pytest.raises(InputError, match=r"already exists; name a new"):
-        write_nccl_files(plan, tmp_path / "a" / "b")
-    monkeypatch.setattr("os.fsync", full_disk(5))
-    before = set(held(tmp_path))
-    with pytest.raises(InputError, match="No space left on device"):
-        write_nccl_files(plan, tmp_path / "c" / "d")
-    assert set(held(tmp_path)) == before
 
 
 def test_a_plan_without_a_model_or_of_measurements_has_none_to_simulate_by(tmp_path):
