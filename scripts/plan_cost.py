@@ -35,7 +35,7 @@ from tccl_py.errors import InputError
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import TransferSet
 from tccl_py.nccl.asked import MOST_RANKS
-from tccl_py.nccl.graph_search import DefaultChoice, default_choice
+from tccl_py.nccl.graph_search import DefaultRings, default_rings
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import view
 from tccl_py.plan.directory import graph_files
@@ -128,7 +128,7 @@ class Ledger:
         self._source, self._phase, self._since = source, SEARCH, time.process_time()
         self._before = (0, 0.0)
         self.phases: dict[str, Cost] = {}
-        self.questions: dict[Settings, DefaultChoice] = {}
+        self.questions: dict[Settings, DefaultRings] = {}
         self.rounds = 0
 
     def close(self) -> None:
@@ -188,11 +188,11 @@ def planned(model: MachineModel, options: argparse.Namespace) -> tuple[Plan, Led
     source = MeasuredLike(model, spread=options.spread, noise=options.noise)
     ledger = Ledger(source)
 
-    def own_rings(choices: Sequence[Settings]) -> list[DefaultChoice]:
+    def own_rings(choices: Sequence[Settings]) -> list[DefaultRings]:
         new = [settings for settings in dict.fromkeys(choices) if settings not in ledger.questions]
         ledger.rounds += -(-len(new) // max(1, MOST_RANKS // len(machine.gpus)))
         for settings in new:
-            ledger.questions[settings] = default_choice(view(machine, model.knowledge, settings))
+            ledger.questions[settings] = default_rings(view(machine, model.knowledge, settings))
         return [ledger.questions[settings] for settings in choices]
 
     budget = msgspec.structs.replace(DEFAULT_BUDGET, sets=options.sets)

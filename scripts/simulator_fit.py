@@ -21,7 +21,7 @@ from tccl_py.errors import InputError
 from tccl_py.files import read_text
 from tccl_py.model.rings import ring_like, ring_set
 from tccl_py.model.transfer import Flow, TransferSet, parse_flow, parse_set, transfer_set
-from tccl_py.nccl.graph_search import default_choice
+from tccl_py.nccl.graph_search import default_rings
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.view import view
@@ -266,7 +266,7 @@ def observed_all_reduce(row: Published, step_us: float, *, weight: float = 1.0) 
     seen = view(model.machine, model.knowledge, row.settings, gpus=row.gpus)
     rings, channels = row.rings, row.settings.channels
     if not rings:
-        own = default_choice(seen)
+        own = default_rings(seen)
         rings, channels = condense(own.rings), max(1, own.channels // 2)
     settings = msgspec.structs.replace(row.settings, channels=channels)
     seen = view(model.machine, model.knowledge, settings, gpus=row.gpus)

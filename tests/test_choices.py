@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.model.machine import Knowledge, NvLink
 from tccl_py.model.rings import ring_like, ring_set
-from tccl_py.nccl.graph_search import default_choice
+from tccl_py.nccl.graph_search import default_rings
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.view import view
@@ -153,7 +153,7 @@ def test_variables_do_at_least_as_well_as_any_p2p_level_with_the_rings_that_nccl
     best = plan_of(name).choices["variables"].rate_gbps
     for level in (None, "SYS", "PHB", "PXB", "LOC"):
         settings = Settings(p2p_level=level)
-        found = default_choice(view(model.machine, model.knowledge, settings))
+        found = default_rings(view(model.machine, model.knowledge, settings))
         orders = condense(found.rings)
         for count in (found.channels, 16, 32):
             changed = msgspec.structs.replace(

@@ -14,7 +14,7 @@ from tccl_py.explanation.explain import by_mechanism, explain, ring_flows
 from tccl_py.model.machine import Knowledge
 from tccl_py.model.reports import HostReport, cluster_of
 from tccl_py.model.rings import direct_write, ring_like, ring_set
-from tccl_py.nccl.graph_search import default_choice, default_choice_or_sys
+from tccl_py.nccl.graph_search import default_rings, default_rings_or_sys
 from tccl_py.nccl.settings import Settings, pinned_level, pinned_values
 from tccl_py.nccl.transport import (
     candidates,
@@ -199,7 +199,7 @@ def test_where_p2p_is_off_all_that_a_plan_speaks_of_bounces(name):
 @pytest.mark.parametrize("name", SEVERAL_GPUS)
 def test_stock_is_what_nccl_does_with_the_variable_too(name):
     plan, model = kept_plan(name), load_bundled(name)
-    choice = default_choice(view(model.machine, model.knowledge, Settings(p2p_level="LOC")))
+    choice = default_rings(view(model.machine, model.knowledge, Settings(p2p_level="LOC")))
     assert plan.choices["default"].rings == choice.rings
     assert "NCCL_P2P_LEVEL" not in plan.choices["default"].note
     assert ("simple order" in plan.choices["default"].note) == choice.fallback
@@ -216,10 +216,10 @@ def test_stock_is_what_nccl_does_with_the_variable_too(name):
 
 def test_a_level_stays_though_the_search_falls_back_under_it():
     model = load_bundled(ASUS)
-    own = default_choice(view(model.machine, model.knowledge, Settings(p2p_level="LOC")))
+    own = default_rings(view(model.machine, model.knowledge, Settings(p2p_level="LOC")))
     assert (own.fallback, own.settings.p2p_level) == (True, "LOC")
     slow = with_nics(toy_machine(gpus=2), {1: "G0", 0: "G1"}, speed_mbps=100)
-    chains = default_choice_or_sys(view(slow, Knowledge(), Settings(p2p_level="PIX")), nodes=2)
+    chains = default_rings_or_sys(view(slow, Knowledge(), Settings(p2p_level="PIX")), nodes=2)
     assert (chains.fallback, chains.settings.p2p_level) == (True, "PIX")
 
 

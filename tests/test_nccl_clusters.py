@@ -12,7 +12,7 @@ from tccl_py.errors import InputError
 from tccl_py.model.machine import Knowledge
 from tccl_py.nccl.communicators import parse_log, same_rings
 from tccl_py.nccl.graph_file import parse_graph_file
-from tccl_py.nccl.graph_search import default_choice, search_ring, search_tree
+from tccl_py.nccl.graph_search import default_rings, search_ring, search_tree
 from tccl_py.nccl.network import node_rings
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.validator import NodeJob, validate, validate_cluster
@@ -131,14 +131,14 @@ def test_a_node_without_a_file_runs_what_it_searched_for_itself():
     found = validate_cluster([file, bare, bare])
     assert found.verdict == "clipped"
     assert found.reason.startswith("nodes 1, 2: ")
-    stock = default_choice(view(FOUR, NOTHING), nodes=3)
+    stock = default_rings(view(FOUR, NOTHING), nodes=3)
     assert found.rings[0][4:8] == tuple(4 + gpu for gpu in stock.chains[0].gpus)
 
 
 def test_without_files_the_job_runs_stocks_chains_with_stocks_nics():
     bare = NodeJob(machine=HGX, knowledge=NOTHING)
     found = validate_cluster([bare] * 4)
-    stock = default_choice(view(HGX, NOTHING), nodes=4)
+    stock = default_rings(view(HGX, NOTHING), nodes=4)
     assert (found.verdict, len(found.rings)) == ("ignored", stock.channels)
     for channel in range(8):
         here = [on_node(stock, node)[channel] for node in range(4)]

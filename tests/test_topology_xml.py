@@ -7,7 +7,7 @@ import pytest
 
 from tccl_py.errors import InputError
 from tccl_py.model.machine import Knowledge, Nic, NvLink, NvSwitch
-from tccl_py.nccl.graph_search import default_choice
+from tccl_py.nccl.graph_search import default_rings
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.versions import version_facts
 from tccl_py.nccl.view import view
@@ -162,8 +162,8 @@ def test_nccl_chooses_the_same_by_a_file_as_by_the_machine():
     machine = read_nccl_topology(CASES / "topologies" / "wrx90-16gpu-4switch.xml")
     gpus = range(6)
     for settings in (Settings(), Settings(p2p_level="SYS")):
-        own = default_choice(view(machine, Knowledge(), settings, gpus=gpus))
-        theirs = default_choice(
+        own = default_rings(view(machine, Knowledge(), settings, gpus=gpus))
+        theirs = default_rings(
             view(again(machine, topology_xml(machine)), Knowledge(), settings, gpus=gpus)
         )
         assert own == theirs

@@ -106,7 +106,7 @@ def _part(plan: Plan, source: Bench, gpus: Order, name: ChoiceName) -> _Part:
     if name != "graph" or planned is None or not planned.gains:
         # A set of GPUs without a graph file gets the variables alone.
         settings = replace(settings, shm_placement=False)
-        rings_alone = task.own_choice(settings)
+        rings_alone = task.default_rings(settings)
         # NCCL doubles the channels of its own search as it does a graph file's.
         settings = replace(settings, channels=max(1, rings_alone.channels // 2))
         orders = condense(rings_alone.rings)

@@ -19,7 +19,7 @@ from tccl_py.experiments.record import Verification
 from tccl_py.experiments.spec import Groups, groups_of
 from tccl_py.files import pick, read_text
 from tccl_py.model.rings import neighbours
-from tccl_py.nccl.graph_search import default_choice
+from tccl_py.nccl.graph_search import default_rings
 from tccl_py.nccl.settings import (
     GRAPH_VARIABLE,
     Settings,
@@ -244,7 +244,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return replace(self, plan=plan, graphs=graph_texts(plan, self.directory))
 
     def _own_rings(self, settings: Settings) -> Sequence[Order]:
-        return default_choice(class_view(self.plan, 0, of_transports(settings))).rings
+        return default_rings(class_view(self.plan, 0, of_transports(settings))).rings
 
     def _with_rates(self, rates: Rates) -> Plan:
         plan = _with_achieved(self.plan, rates)

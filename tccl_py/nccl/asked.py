@@ -27,7 +27,7 @@ from tccl_py.nccl.communicators import (
     transport_of,
 )
 from tccl_py.nccl.graph_file import Graph, parse_graph_file
-from tccl_py.nccl.graph_search import DefaultChoice, default_choice
+from tccl_py.nccl.graph_search import DefaultRings, default_rings
 from tccl_py.nccl.settings import Settings, environment, environment_text
 from tccl_py.nccl.transport import TRANSPORTS, pair_mechanism
 from tccl_py.nccl.tuner import SizeChoice
@@ -303,7 +303,7 @@ class InstalledRings:
         self._machine, self._knowledge, self._gpus = machine, knowledge, tuple(gpus)
         self._sizes = sizes
         self.able = True
-        self._choices: dict[Settings, DefaultChoice] = {}
+        self._choices: dict[Settings, DefaultRings] = {}
         self._answered: dict[Settings, NcclAnswer] = {}
         self._known: list[tuple[dict[str, str], NcclAnswer | None]] = []
 
@@ -313,16 +313,16 @@ class InstalledRings:
         if answer is not None and answer.choices:
             self._sizes = ()
 
-    def __call__(self, choices: Sequence[Settings]) -> list[DefaultChoice]:
+    def __call__(self, choices: Sequence[Settings]) -> list[DefaultRings]:
         """Return default NCCL's choice under each of several settings of transports."""
         unknown = [key for key in dict.fromkeys(choices) if key not in self._choices]
         self._ask_together([key for key in unknown if not self._learn(key)])
         return [self._choice(settings) for settings in choices]
 
-    def _choice(self, settings: Settings) -> DefaultChoice:
+    def _choice(self, settings: Settings) -> DefaultRings:
         if settings not in self._choices:
             topo = view(self._machine, self._knowledge, settings, gpus=self._gpus)
-            chosen = default_choice(topo)
+            chosen = default_rings(topo)
             if self.able and (answer := self._answer(settings)):
                 chosen = self._correct(chosen, answer, topo)
             self._choices[settings] = chosen
@@ -351,7 +351,7 @@ class InstalledRings:
         for answer in known:
             if answer is None:
                 topo = view(self._machine, self._knowledge, settings, gpus=self._gpus)
-                self._choices[settings] = default_choice(topo)
+                self._choices[settings] = default_rings(topo)
             else:
                 self._answered[settings] = answer
             return True
@@ -384,9 +384,7 @@ class InstalledRings:
             return None
         return answer
 
-    def _correct(
-        self, emulated: DefaultChoice, answer: NcclAnswer, topo: NcclView
-    ) -> DefaultChoice:
+    def _correct(self, emulated: DefaultRings, answer: NcclAnswer, topo: NcclView) -> DefaultRings:
         named = environment_text(topo.settings) or "its defaults"
         under = f"NCCL {answer.version} with {named}"
         self._compare_transports(answer, topo, under)
@@ -408,8 +406,6 @@ class InstalledRings:
         return msgspec.structs.replace(
             emulated,
             rings=rings,
-            bw_intra=answer.graph.speedintra,
-            type_intra=answer.graph.typeintra,
             channels=len(answer.rings),
             fallback=answer.fallback,
         )

@@ -316,17 +316,13 @@ class DefaultChain(NamedTuple):
     exit: int
 
 
-class DefaultChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """Default NCCL's choice on one node, or on each of several equal nodes."""
+class DefaultRings(msgspec.Struct, frozen=True, kw_only=True):
+    """Default NCCL's rings on one node, or its chains on each of several equal nodes."""
 
     rings: tuple[tuple[int, ...], ...]
     """One GPU order a searched channel."""
     chains: tuple[DefaultChain, ...] = ()
     """Those of several nodes that run."""
-    bw_intra: float
-    """GB/s of a channel inside a node."""
-    type_intra: str
-    type_inter: str
     cross_nic: int
     channels: int
     """The final ones: no more than the tree has, then doubled."""
@@ -337,7 +333,7 @@ class DefaultChoice(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it found nothing without NCCL_P2P_LEVEL=SYS."""
 
 
-def default_choice(topo: NcclView, *, nodes: int = 1) -> DefaultChoice:
+def default_rings(topo: NcclView, *, nodes: int = 1) -> DefaultRings:
     """Return default NCCL's choice for a communicator over these GPUs of each of `nodes` nodes.
 
     Settings count only for paths and transports; channels and buffer size do not. Raises
@@ -352,7 +348,7 @@ def default_choice(topo: NcclView, *, nodes: int = 1) -> DefaultChoice:
 @functools.lru_cache(maxsize=1024)  # plans, explanations and subsets ask for the same choices
 def _choice(
     machine: Machine, knowledge: Knowledge, settings: Settings, gpus: tuple[int, ...], nodes: int
-) -> DefaultChoice:
+) -> DefaultRings:
     topo = view(machine, knowledge, settings, gpus=gpus)
     ring = search_ring(topo, nodes=nodes)
     count = len(ring.orders)
@@ -360,12 +356,9 @@ def _choice(
     trees = len(search_tree(topo, nodes=nodes, channels=count).orders) if count > 1 else 1
     used = min(count, trees)
     ends = zip(ring.orders[:used], ring.nics, strict=False) if nodes > 1 else ()
-    return DefaultChoice(
+    return DefaultRings(
         rings=ring.orders,
         chains=tuple(DefaultChain(entry, order, leave) for order, (entry, leave) in ends),
-        bw_intra=ring.rate_intra,
-        type_intra=ring.type_intra.name,
-        type_inter=ring.type_inter.name,
         cross_nic=ring.cross_nic,
         channels=final_channels(
             Settings(version=settings.version, channels=used),
@@ -388,14 +381,14 @@ def _trees(
     machine: Machine, knowledge: Knowledge, settings: Settings, gpus: tuple[int, ...]
 ) -> SearchGraph:
     topo = view(machine, knowledge, settings, gpus=gpus)
-    return search_tree(topo, nodes=2, channels=len(default_choice(topo, nodes=2).rings))
+    return search_tree(topo, nodes=2, channels=len(default_rings(topo, nodes=2).rings))
 
 
-def default_choice_or_sys(topo: NcclView, *, nodes: int) -> DefaultChoice:
+def default_rings_or_sys(topo: NcclView, *, nodes: int) -> DefaultRings:
     """Return a baseline's choice: under NCCL_P2P_LEVEL=SYS where only that helps, if not set."""
-    choice = default_choice(topo, nodes=nodes)
+    choice = default_rings(topo, nodes=nodes)
     if not choice.fallback or topo.settings.p2p_level is not None:
         return choice
     wider = replace(topo.settings, p2p_level="SYS")
-    wide = default_choice(view(topo.machine, topo.knowledge, wider, gpus=topo.gpus), nodes=nodes)
+    wide = default_rings(view(topo.machine, topo.knowledge, wider, gpus=topo.gpus), nodes=nodes)
     return choice if wide.fallback else replace(wide, assumed_sys=True)

@@ -16,7 +16,7 @@ from tccl_py.errors import InputError
 from tccl_py.files import check_version, decode_json, encode_line, pick, read_text
 from tccl_py.model.cluster import NodeClass, gpus_text, shown
 from tccl_py.model.rings import Hop, Ring
-from tccl_py.nccl.graph_search import DefaultChoice, default_choice
+from tccl_py.nccl.graph_search import DefaultRings, default_rings
 from tccl_py.nccl.network import NicPair
 from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.nccl.view import NcclView, view
@@ -113,9 +113,9 @@ class ClassRates:
         host = self.node_class
         return view(host.machine, host.knowledge, settings, gpus=self.gpus)
 
-    def own_rings(self, choice: Choice) -> DefaultChoice:
+    def default_rings(self, choice: Choice) -> DefaultRings:
         """Return NCCL's own chains on a host by a choice without a graph file."""
-        return default_choice(self.view(choice.settings), nodes=2)
+        return default_rings(self.view(choice.settings), nodes=2)
 
     @cached_property
     def choices(self) -> Sequence[tuple[Settings, KeptChains]]:

@@ -17,7 +17,7 @@ from tccl_py.nccl.connections import (
     ring_connections,
     tree_connections,
 )
-from tccl_py.nccl.graph_search import DefaultChoice, default_choice_or_sys
+from tccl_py.nccl.graph_search import DefaultRings, default_rings_or_sys
 from tccl_py.nccl.network import NicPair, route_nics
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.plan.chains import MOST_FAILING, Choice, FailingPair, Failure
@@ -80,7 +80,7 @@ def failing(choice: Choice, cluster: Cluster, channels: Sequence[Sequence[HostCh
     return choice
 
 
-def channels_on(node: ClassRates, own: DefaultChoice) -> HostChannels:
+def channels_on(node: ClassRates, own: DefaultRings) -> HostChannels:
     """Return NCCL's own channels on a host of a class."""
     return default_channels(node.view(own.settings), own.chains, own.cross_nic)
 
@@ -93,7 +93,7 @@ def choices_along_cables(
     settings: Settings,
 ) -> tuple[Choice, Choice]:
     """Return default NCCL, and its own rings with the variables of a plan's settings."""
-    own = [channels_on(node, node.own_rings(node.rated_default)) for node in nodes]
+    own = [channels_on(node, node.default_rings(node.rated_default)) for node in nodes]
     default = _rate(default, cluster, nodes, own)
     if any(map(_find_excluded, nodes)):
         note = "NCCL takes NICs too that lead to no host of the job"
@@ -113,17 +113,17 @@ def _find_excluded(node: ClassRates) -> set[str]:
     return {nic.name for nic in nics if nic.index not in node.nics} if excludes else set()
 
 
-def _own_under(node: ClassRates, settings: Settings) -> DefaultChoice:
+def _own_under(node: ClassRates, settings: Settings) -> DefaultRings:
     """Return NCCL's own chains on a host of a class with the NICs that settings name.
 
     One list holds for all hosts: a NIC with a cable on one may have none on another.
     """
     names = {name.partition(":")[0] for name in (*settings.ib_hca, *settings.socket_ifname)}
     if names.isdisjoint(_find_excluded(node)):
-        return node.own_rings(node.rated_default)
+        return node.default_rings(node.rated_default)
     named = {"ib_hca": settings.ib_hca, "socket_ifname": settings.socket_ifname}
     under = msgspec.structs.replace(node.rated_default.settings, **named)
-    return default_choice_or_sys(node.view(under), nodes=2)
+    return default_rings_or_sys(node.view(under), nodes=2)
 
 
 def _rate(

@@ -14,7 +14,7 @@ from tccl_py.model.machine import Machine, Nic
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.rings import HopSpace, RingSet
 from tccl_py.model.symmetry import Symmetry, automorphisms
-from tccl_py.nccl.graph_search import DefaultChoice, default_choice, default_choice_or_sys
+from tccl_py.nccl.graph_search import DefaultRings, default_rings, default_rings_or_sys
 from tccl_py.nccl.network import (
     WORLD,
     EvenUse,
@@ -94,11 +94,11 @@ class HostTask(Task, frozen=True, kw_only=True):
         """Return 1, or what is known to work along cables: no source tells few from many there."""
         return CABLED_CHANNELS if self.cabled and len(self.gpus) == 1 else 1
 
-    def own_choice(self, settings: Settings) -> DefaultChoice:
+    def default_rings(self, settings: Settings) -> DefaultRings:
         """Return NCCL's own chains; for its search any number of hosts above 1 is equal."""
-        return default_choice(self.view(settings), nodes=2)
+        return default_rings(self.view(settings), nodes=2)
 
-    def own_ring_set(self, nccl: DefaultChoice, settings: Settings) -> RingSet:
+    def own_ring_set(self, nccl: DefaultRings, settings: Settings) -> RingSet:
         """Return NCCL's own chains by the mechanisms of settings.
 
         Raises SearchError: a hop is missing.
@@ -215,7 +215,7 @@ class ClassStudy(ClassRates):
         """Rate NCCL's own chains that leave hosts by the NIC of their entry; None if that fails."""
         under = msgspec.structs.replace(settings, cross_nic=0, min_channels=None)
         with suppress(SearchError, MeasurementError):
-            own = rate_default(self.task, under, self.task.own_choice(under), well=True)
+            own = rate_default(self.task, under, self.task.default_rings(under), well=True)
             return _own("variables", own)
         return None
 
@@ -380,9 +380,9 @@ class ClassStudy(ClassRates):
 def needed_variables(task: Task, default: Candidate | None) -> Iterator[Candidate]:
     """Yield NCCL's own chains under the variables without which they have no rate, if any."""
     if isinstance(task, HostTask) and task.sound is not None:
-        yield rate_default(task, task.sound, task.own_choice(task.sound), well=True)
+        yield rate_default(task, task.sound, task.default_rings(task.sound), well=True)
         return
-    usual = default_choice_or_sys(task.view(task.default_settings), nodes=2)
+    usual = default_rings_or_sys(task.view(task.default_settings), nodes=2)
     if default is not None and not usual.assumed_sys:
         return
     try:
@@ -390,7 +390,7 @@ def needed_variables(task: Task, default: Candidate | None) -> Iterator[Candidat
     except SearchError:
         # Over NICs NCCL would go from GPU to GPU here, and no source says at which rate.
         alone = msgspec.structs.replace(usual.settings, net_disable_intra=True)
-        yield rate_default(task, alone, task.own_choice(alone), well=True)
+        yield rate_default(task, alone, task.default_rings(alone), well=True)
 
 
 def _own(name: ChoiceName, own: Candidate) -> Choice:

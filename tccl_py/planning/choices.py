@@ -12,7 +12,7 @@ import msgspec
 
 from tccl_py.errors import MeasurementError, SearchError
 from tccl_py.files import pick
-from tccl_py.nccl.graph_search import DefaultChoice
+from tccl_py.nccl.graph_search import DefaultRings
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.transport import candidates, chunk_bytes, values_of
 from tccl_py.nccl.versions import version_facts
@@ -331,7 +331,7 @@ def _default(task: Task, settings: Settings) -> tuple[Candidate | None, str]:
     """Rate NCCL as it runs without this project, with a note on anything special."""
     if facts := task.find_unsound(settings):
         return None, why_unsound(facts)
-    by_network, nccl = task.view(settings).by_network, task.own_choice(settings)
+    by_network, nccl = task.view(settings).by_network, task.default_rings(settings)
     unknown = "NCCL joins {} and {} over their NICs, at a rate that is not known"
     if by_network and not task.nics:
         return None, unknown.format(*min(by_network))
@@ -346,9 +346,9 @@ def _default(task: Task, settings: Settings) -> tuple[Candidate | None, str]:
 def by_mechanisms(task: Task, _: Candidate | None) -> Iterator[Candidate]:
     """Yield NCCL's own rings by all mechanisms, with numbers of channels and FIFO sizes."""
     # 1. Compare mechanisms, each with NCCL's own number of channels and with many.
-    compared: list[tuple[float, Candidate, DefaultChoice]] = []
+    compared: list[tuple[float, Candidate, DefaultRings]] = []
     for settings in mechanisms(task):
-        nccl, rated = task.own_choice(settings), list[Candidate]()
+        nccl, rated = task.default_rings(settings), list[Candidate]()
         counts = [count for count in _counts(nccl) if count <= COMPARED_CHANNELS]
         for choice in _with_channels(task, settings, nccl, counts[:1] + counts[1:][-1:]):
             rated.append(choice)
@@ -363,7 +363,7 @@ def by_mechanisms(task: Task, _: Candidate | None) -> Iterator[Candidate]:
             yield from _with_channels(task, sized, nccl, _counts(nccl))
 
 
-def _counts(nccl: DefaultChoice) -> list[int]:
+def _counts(nccl: DefaultRings) -> list[int]:
     """Return NCCL's own number of final channels, and doubles of it up to `MOST_CHANNELS`."""
     counts = [nccl.channels]
     while counts[-1] * 2 <= MOST_CHANNELS:
@@ -372,7 +372,7 @@ def _counts(nccl: DefaultChoice) -> list[int]:
 
 
 def _with_channels(
-    task: Task, settings: Settings, nccl: DefaultChoice, counts: Sequence[int]
+    task: Task, settings: Settings, nccl: DefaultRings, counts: Sequence[int]
 ) -> Iterator[Candidate]:
     """Yield NCCL's own rings with these numbers of final channels, as far as that is possible."""
     for count in counts:
@@ -383,7 +383,7 @@ def _with_channels(
 def rate_default(
     task: Task,
     settings: Settings,
-    nccl: DefaultChoice,
+    nccl: DefaultRings,
     *,
     channels: int | None = None,
     well: bool = False,
@@ -412,7 +412,7 @@ def own_gbps(task: Task, settings: Settings) -> float:
     if not task.source.has_time():
         return inf
     try:
-        return rate_default(task, settings, task.own_choice(settings)).rate_gbps
+        return rate_default(task, settings, task.default_rings(settings)).rate_gbps
     except SearchError:
         return 0.0 if task.view(settings).by_network else inf
     except MeasurementError:

@@ -27,7 +27,7 @@ from tccl_py.model.reports import restrict
 from tccl_py.model.symmetry import Permutation, automorphisms, mapping, onto, relabelled_hop
 from tccl_py.model.transfer import index_of
 from tccl_py.nccl.connections import default_channels
-from tccl_py.nccl.graph_search import DefaultChain, DefaultChoice, default_choice_or_sys
+from tccl_py.nccl.graph_search import DefaultChain, DefaultRings, default_rings_or_sys
 from tccl_py.nccl.network import chain_hop_space
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import view
@@ -218,7 +218,7 @@ def image_of(table: KeptTable, host: NodeClass, gpus: tuple[int, ...]) -> KeptTa
 
     NCCL has to move every hop as the mapped one, and to choose the mapped chains by itself.
     """
-    old, new = (_own_choice(host, table.default_settings, ids) for ids in (table.gpus, gpus))
+    old, new = (_rings_of(host, table.default_settings, ids) for ids in (table.gpus, gpus))
     rated = table.default.rate_gbps is not None
     unlike = msgspec.structs.replace(old, rings=new.rings, chains=new.chains) != new
     if unlike or (rated and table.default.settings != table.rated_default.settings):
@@ -251,8 +251,8 @@ def _index(names: Permutation, kind: str, number: int) -> int:
     return index_of(names[f"{kind}{number}"])
 
 
-def _own_choice(host: NodeClass, settings: Settings, gpus: tuple[int, ...]) -> DefaultChoice:
-    return default_choice_or_sys(view(host.machine, host.knowledge, settings, gpus=gpus), nodes=2)
+def _rings_of(host: NodeClass, settings: Settings, gpus: tuple[int, ...]) -> DefaultRings:
+    return default_rings_or_sys(view(host.machine, host.knowledge, settings, gpus=gpus), nodes=2)
 
 
 def _relabel(
@@ -265,7 +265,7 @@ def _relabel(
         """Return NCCL's own chains on the other GPUs; None if they are not the mapped ones."""
         if choice is None or choice.rings is None:
             return choice
-        old, new = (_own_choice(host, choice.settings, ids) for ids in (table.gpus, gpus))
+        old, new = (_rings_of(host, choice.settings, ids) for ids in (table.gpus, gpus))
         same = _are_images(old.chains, new.chains, names)
         return replace(choice, rings=new.rings) if same else None
 
@@ -357,7 +357,7 @@ def _connecting(cluster: Cluster, gpus: Sequence[tuple[int, ...]], default: Sett
     for settings in (default, msgspec.structs.replace(default, cross_nic=0)):
         channels = []
         for host, ids in zip(cluster.classes, gpus, strict=True):
-            own = _own_choice(host, settings, ids)
+            own = _rings_of(host, settings, ids)
             topo = view(host.machine, host.knowledge, own.settings, gpus=ids)
             channels.append([default_channels(topo, own.chains, own.cross_nic)])
         choice = Choice(name="default", settings=settings)
@@ -386,7 +386,7 @@ def bound_of(
         rated = [t.default if settings.cross_nic is None else t.kept.railed for t in equal]
         bounds += [own.rate_gbps for own in rated if own is not None and own.rate_gbps is not None]
         ports = {nic.index: nic.speed_mbps / _MBPS or inf for nic in host.machine.nics}
-        chains = _own_choice(host, settings, indices).chains
+        chains = _rings_of(host, settings, indices).chains
         for ends in ([chain.entry for chain in chains], [chain.exit for chain in chains]):
             bounds += [ports[nic] * len(ends) / count for nic, count in Counter(ends).items()]
     least = min(bounds)

@@ -20,7 +20,7 @@ from tccl_py.nccl.connections import (
     swaps_pairs,
     tree_connections,
 )
-from tccl_py.nccl.graph_search import DefaultChain, DefaultChoice, default_choice
+from tccl_py.nccl.graph_search import DefaultChain, DefaultRings, default_rings
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import view
 from tccl_py.plan.chains import AS_GOOD as WORTH
@@ -151,7 +151,7 @@ def _candidates(nodes: Sequence[ClassRates]) -> Iterator[tuple[Settings, int, fl
     ranked = sorted(promises.items(), key=lambda row: (-min(row[1], least), row[0][1], -row[1]))
     usable = [row for row in ranked if all(node.may_answer(*row[0]) for node in nodes)]
     # NCCL's own chains are always among them: a plan is never below them.
-    own = [(node.rated_default, node.own_rings(node.rated_default).chains) for node in nodes]
+    own = [(node.rated_default, node.default_rings(node.rated_default).chains) for node in nodes]
     defaults = {(default.settings, len(condense(chains))) for default, chains in own}
     counts = set[int]()
     for number, ((settings, count), promise) in enumerate(usable):
@@ -248,12 +248,12 @@ def _on_rails(
     Variables include NCCL_CROSS_NIC=0 where only that connects, or is clearly faster.
     """
     default = failing(default, cluster, list(map(_default_channels, nodes)))
-    own = [[channels_on(node, node.own_rings(node.rated_default))] for node in nodes]
+    own = [[channels_on(node, node.default_rings(node.rated_default))] for node in nodes]
     variables = failing(variables, cluster, own)
     railed = [node.kept.railed for node in nodes if node.kept.railed is not None]
     if len(railed) == len(nodes):
         own = [
-            [channels_on(node, node.own_rings(choice))]
+            [channels_on(node, node.default_rings(choice))]
             for node, choice in zip(nodes, railed, strict=True)
         ]
         stays = failing(_own_choice("variables", cluster, nodes, railed), cluster, own)
@@ -281,13 +281,13 @@ def _notices_of_rails(
 def _default_channels(node: ClassRates) -> list[HostChannels]:
     """Return the channels of default NCCL on a host of a class, or of each part that it cuts."""
     if node.default.rate_gbps is not None:
-        return [channels_on(node, node.own_rings(node.default))]
+        return [channels_on(node, node.default_rings(node.default))]
     topo = node.view(node.kept.default_settings)
     views = [
         view(topo.machine, topo.knowledge, topo.settings, gpus=tuple(map(index_of, part)))
         for part in sorted(topo.parts, key=lambda part: min(map(index_of, part)))
     ]
-    own = [default_choice(part, nodes=2) for part in views]
+    own = [default_rings(part, nodes=2) for part in views]
     return [
         default_channels(part, choice.chains, choice.cross_nic)
         for part, choice in zip(views, own, strict=True)
@@ -314,7 +314,7 @@ def _own_choice(
         )
     # For each host the ranks of each channel that every class has.
     ranks: list[list[list[int]]] = []
-    own = [node.own_rings(default) for node, default in zip(nodes, defaults, strict=True)]
+    own = [node.default_rings(default) for node, default in zip(nodes, defaults, strict=True)]
     first, count = 0, min(len(rings.chains) for rings in own)
     for number, host in enumerate(cluster.hosts):
         at = {gpu: first + slot for slot, gpu in enumerate(nodes[host.node_class].gpus)}
@@ -337,7 +337,7 @@ def _note(choices: Iterable[Choice]) -> str:
     return next((choice.note for choice in choices if choice.note), "")
 
 
-def _chains_on(default: DefaultChoice, number: int, count: int) -> list[DefaultChain]:
+def _chains_on(default: DefaultRings, number: int, count: int) -> list[DefaultChain]:
     """Return NCCL's own chains of `count` channels on a host by its number in rank order."""
     swapped = swaps_pairs(default.cross_nic, number, count)
     return [default.chains[channel ^ swapped] for channel in range(count)]

@@ -270,7 +270,7 @@ def choices_of(search: SettingsSearch, task: Task) -> Iterator[Choice]:
         yield Choice(
             name="default",
             settings=settings,
-            rings=task.own_choice(settings).rings or None,
+            rings=task.default_rings(settings).rings or None,
             note=search.note,
             fails=failure_over(task.find_unsound(settings)),
         )

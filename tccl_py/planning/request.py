@@ -20,7 +20,7 @@ from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.rings import Hop, HopSpace, Ring, RingSet, ring_like, ring_set
 from tccl_py.model.symmetry import Symmetry, automorphisms, natural_cuts
-from tccl_py.nccl.graph_search import DefaultChoice, default_choice
+from tccl_py.nccl.graph_search import DefaultRings, default_rings
 from tccl_py.nccl.settings import (
     PINNABLE,
     Settings,
@@ -130,7 +130,7 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
 Rings = Sequence[Ring] | Sequence[Order]
 """Orders of GPUs, or rings that were found under other settings: their GPUs and NICs count."""
 
-OwnRings = Callable[[Sequence[Settings]], Sequence[DefaultChoice]]
+OwnRings = Callable[[Sequence[Settings]], Sequence[DefaultRings]]
 """Returns NCCL's own rings under each of several settings."""
 
 
@@ -201,15 +201,15 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
         """Return the channels that a graph file has at least, on a network that is not slow."""
         return 1
 
-    def own_choice(self, settings: Settings) -> DefaultChoice:
+    def default_rings(self, settings: Settings) -> DefaultRings:
         """Return NCCL's own choice; only settings of transports change it."""
         plain = of_transports(settings)
         # A job over links that are not sound may hang.
         if self.own_rings is not None and not self.find_unsound(plain):
             return self.own_rings([plain])[0]
-        return default_choice(self.view(plain))
+        return default_rings(self.view(plain))
 
-    def own_ring_set(self, nccl: DefaultChoice, settings: Settings) -> RingSet:
+    def own_ring_set(self, nccl: DefaultRings, settings: Settings) -> RingSet:
         """Return the rings of NCCL's own choice by the mechanisms of settings.
 
         Raises SearchError: a pair of neighbours has no hop.

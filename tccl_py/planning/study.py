@@ -15,7 +15,7 @@ from tccl_py.model.cluster import Cluster
 from tccl_py.model.measurement import BandwidthSource, Measurement, deal_out
 from tccl_py.model.rings import Ring, RingSet, nics_of
 from tccl_py.model.transfer import Fifo, Flow, Place, Transfer, TransferSet, transfer_set
-from tccl_py.nccl.graph_search import DefaultChoice
+from tccl_py.nccl.graph_search import DefaultRings
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.versions import say_unchecked, version_facts
 from tccl_py.nccl.view import NcclView
@@ -65,7 +65,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """What the bound assumes and was not checked, in sentences."""
     order_bound_gbps: float | None = None
     """What no order of hosts exceeds with these chains; None: none is better, or it was given."""
-    nccl: DefaultChoice | None = None
+    nccl: DefaultRings | None = None
     """NCCL's own choice, of which these are the rings."""
     measurement: Measurement | None = None
     """The measurement of the rings, where their hops need rates."""

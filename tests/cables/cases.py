@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 
 from tccl_py.model.cluster import Cable, Cluster, Host, NodeClass, check_cluster
 from tccl_py.nccl.connections import default_channels
-from tccl_py.nccl.graph_search import default_choice
+from tccl_py.nccl.graph_search import default_rings
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.view import view
 from tccl_py.plan.host_files import ClusterFiles
@@ -145,7 +145,7 @@ def by_variables(graph_case, cables, hosts, ports):
     """Return the case of NCCL's own rings over the same hosts, without a graph file."""
     joined = cluster(cables, hosts, ports)
     seen = view(MODEL.machine, MODEL.knowledge, Settings(), gpus=(0,))
-    own = default_choice(seen, nodes=hosts)
+    own = default_rings(seen, nodes=hosts)
     channels = default_channels(seen, own.chains, own.cross_nic)
     return graph_case | {
         "name": f"{graph_case['name']}, by variables alone",

@@ -17,7 +17,7 @@ import pytest
 from tccl_py.model.machine import Knowledge
 from tccl_py.nccl.communicators import parse_log, same_rings
 from tccl_py.nccl.graph_file import parse_graph_file
-from tccl_py.nccl.graph_search import default_choice
+from tccl_py.nccl.graph_search import default_rings, search_ring
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.validator import NodeJob, validate_cluster
 from tccl_py.nccl.view import view
@@ -135,14 +135,16 @@ def test_nccls_own_graphs_are_those_of_the_emulation(stock):
             (folder / f"graph{rank}.xml").read_text(), where="dump", version=version
         )
         chosen = settings(version=version)
-        ours = default_choice(view(node, Knowledge(), chosen, gpus=node.gpu_indices), nodes=NODES)
+        ours = default_rings(view(node, Knowledge(), chosen, gpus=node.gpu_indices), nodes=NODES)
         ring, tree = dump[0], dump[1]
         assert (ring.nchannels, ring.crossnic) == (len(ours.chains), ours.cross_nic)
         assert [channel.nets for channel in ring.channels] == [
             (chain.entry, chain.exit) for chain in ours.chains
         ]
-        assert round(ring.speedintra, 2) == round(ours.bw_intra, 2)
-        assert (ring.typeintra, ring.typeinter) == (ours.type_intra, ours.type_inter)
+        graph = search_ring(view(node, Knowledge(), chosen, gpus=node.gpu_indices), nodes=NODES)
+        assert round(ring.speedintra, 2) == round(graph.rate_intra, 2)
+        types = (graph.type_intra.name, graph.type_inter.name)
+        assert (ring.typeintra, ring.typeinter) == types
         assert tree.pattern == 3
     assert_as_judged(judged(machines, version, ["", ""]), texts)
 

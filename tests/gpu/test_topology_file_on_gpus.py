@@ -12,7 +12,7 @@ import pytest
 
 from tccl_py.model.machine import PciLink
 from tccl_py.nccl.communicators import same_rings
-from tccl_py.nccl.graph_search import default_choice
+from tccl_py.nccl.graph_search import default_rings
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import view
 from tccl_py.readers.live import discover_machine
@@ -28,7 +28,7 @@ PAIRS = int(os.environ.get("TCCL_PAIRS", "3" if REAL else "1"))
 
 def emulated(machine, knowledge, settings):
     """The final channels' GPU orders that NCCL should run."""
-    choice = default_choice(view(machine, knowledge, settings))
+    choice = default_rings(view(machine, knowledge, settings))
     return [choice.rings[at % len(choice.rings)] for at in range(choice.channels)]
 
 
