@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import itertools
 import math
 from collections import Counter
@@ -15,7 +16,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from tccl_py.cli import options
-from tccl_py.cli.options import advanced, arg, flag, in_range, refuse
+from tccl_py.cli.options import advanced, arg, flag, in_range, opt, refuse
 from tccl_py.cli.output import DOUBT, GOOD, grid, print_table, results
 from tccl_py.cli.process import (
     ANSWER_IS_NO,
@@ -323,6 +324,7 @@ def report(
     directory: Path = options.DIRECTORY,
     *,
     output: Path | None = options.OUTPUT,
+    bundle: Path | None = opt("FILE", "Write an archive to send to others, without their names."),
     force: bool = flag("--force", "Replace FILE even if it is no report."),
 ) -> None:
     """Write a plan as one HTML page: machine, rings, rates, settings, and how to use them.
@@ -330,10 +332,21 @@ def report(
     The page needs no network and no other file. An earlier report is replaced, any other file only
     with --force. Where `tccl show --why` has not run, it runs first, if it can here.
 
-    Example:
+    --bundle writes a zip archive instead: topology, proof, plan, verification and versions,
+    without names of hosts, serial numbers, addresses and paths.
+
+    Examples:
 
         tccl report my-plan
+        tccl report my-plan --bundle my-plan.zip
     """
+    if bundle is not None:
+        refuse(
+            {"--output": output, "--force": force},
+            ("with --bundle", "is for the page", "leave it out"),
+        )
+        _write_bundle(directory, bundle)
+        return
     # Templates take long to load; no other command needs them.
     from tccl_py.cli.why import find_causes  # noqa: PLC0415
     from tccl_py.report.contents import read_contents  # noqa: PLC0415
@@ -353,3 +366,15 @@ def report(
             contents = replace(read_contents(directory), explanation=explanation)
     write_result(report_html(contents), target)
     notice(f"wrote {target}")
+
+
+def _write_bundle(directory: Path, bundle: Path) -> None:
+    from tccl_py.report.bundle import CONTENTS, write_bundle  # noqa: PLC0415 (alone)
+
+    check_result_file("--bundle", bundle)
+    archive = write_bundle(directory, bundle)
+    for name, text in CONTENTS.items():
+        absent = " (none here)" * (not fnmatch.filter(archive, name))
+        results().print(f"{name.ljust(16)}  {text}{absent}")
+    results().print("Left out: names of hosts, serial numbers, addresses, paths.")
+    notice(f"wrote {bundle}: look into it before you send it")
