@@ -206,11 +206,11 @@ def _without_p2p(target: Target, launcher: Launcher, known: Mapping[str, Means])
     pairs = permutations(plan.gpus, 2)
     lacking = [pair for pair in pairs if not plan.knowledge.can_access(plan.machine, *pair)]
     why = ""
-    if launcher.variables(target.arms[0]).get("NCCL_P2P_DISABLE") == "1":
-        why = "NCCL_P2P_DISABLE=1 disables P2P"
-    elif proof is None or proof.proof.verdict != "sound":
+    if proof is None or proof.proof.verdict != "sound":
         found = "not proven" if proof is None else f"{proof.proof.verdict}: {proof.proof.what}"
-        why = f"needs P2P, and the plan's proof of links is: {found}"
+        why = f"needs P2P, and the plan's links are: {found}"
+    elif launcher.variables(target.arms[0]).get("NCCL_P2P_DISABLE") == "1":
+        why = "NCCL_P2P_DISABLE=1 disables P2P"
     elif lacking:
         why = "needs P2P, which GPUs {} and {} do not have".format(*lacking[0])
     return {name: f"cannot run: {why}" for name in known if why and known[name].p2p}
