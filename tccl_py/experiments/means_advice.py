@@ -92,7 +92,9 @@ def means_lines(workload: str, links: Links, table: MeansTable | None) -> Lines:
     most = max(rows, key=lambda row: (row.default_us or 0) - row.best_us).best
     if collective == "all_reduce" and not table.dry_run:
         flags = _known().flags[NCCL if most.startswith(NCCL) else most]
-        yield from zip(_SERVERS, flags, strict=True)
+        defaults = _known().serving[links]
+        for server, usual, flag in zip(_SERVERS, defaults, flags, strict=True):
+            yield server, f"{usual}; for {most}: {flag}"
 
 
 def _span_words(rows: Sequence[MeansRow], name: str) -> str:
