@@ -19,8 +19,9 @@ from tccl_py.delivery.placement import prefer_numa_node
 from tccl_py.errors import MeasurementError
 from tccl_py.rank_processes.rank import Communicator
 
-SLOTS, MOST_PIECES, LEAST_PIECE = 2, 16, 256 << 10
-"""Of a bounce: buffers that are filled in turn, pieces of a message, and bytes of a piece."""
+SLOTS, MOST_PIECES, LEAST_PIECE = 2, 16, 4 << 20
+"""Of a bounce: buffers that are filled in turn, pieces of a message, and bytes of a piece: the host
+takes longer to launch the copies of smaller ones than they take."""
 _APART = 64
 _POSTED, _FULL = 1, 2
 """States of a buffer: the reader says that it may be written, the writer that it was."""
@@ -111,9 +112,9 @@ class Copies:
         for stream in self._streams:
             cuda.current_stream().wait_stream(stream)
 
-    def to_peers(self, ends: Ends, sent: Any, place_at: Callable[[int], Any]) -> None:
-        """Copy `sent` to its place in the memory of each rank that receives it."""
-        self._move(ends, [sent], lambda *_: map(place_at, ends[0]), lambda *_: None)
+    def to_peers(self, ends: Ends, sent: Any, places: Sequence[Any]) -> None:
+        """Copy `sent` to its places in the memory of the ranks that receive it."""
+        self._move(ends, [sent], lambda *_: places, lambda *_: None)
 
     def through_host(self, ends: Ends, sent: Any, received: Callable[[int], Any]) -> None:
         """Copy `sent` to the host, and what others sent from there, in pieces through slots."""
@@ -167,7 +168,7 @@ def _check(code: Any, what: str) -> None:
 def piece_count(size: int) -> int:
     """Return the pieces of a message of `size` bytes.
 
-    >>> piece_count(64 << 20), piece_count(1 << 20), piece_count(4096)
+    >>> piece_count(256 << 20), piece_count(16 << 20), piece_count(4096)
     (16, 4, 1)
     """
     return max(1, min(MOST_PIECES, size // LEAST_PIECE))

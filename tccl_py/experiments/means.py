@@ -20,7 +20,14 @@ from typing import Any, NamedTuple, NoReturn
 from msgspec.structs import replace
 
 from tccl_py.errors import size_text
-from tccl_py.experiments.calls import Call, Tensors, call_of, capture_graph, time_calls
+from tccl_py.experiments.calls import (
+    GRAPH_CALLS,
+    Call,
+    Tensors,
+    call_of,
+    capture_graph,
+    time_calls,
+)
 from tccl_py.experiments.collectives import COLLECTIVE_WORDS, COLLECTIVES, Collective
 from tccl_py.experiments.copies import Copies, Ends, piece_count
 from tccl_py.experiments.spec import BATCHES, MIB, JobSpec, Row, RowTimes, batches
@@ -32,8 +39,8 @@ NCCL = "nccl"
 HANGS = "hangs:"
 ROW_S = 20.0
 """Seconds after which a row hangs: its calls take a second at most."""
-_MOST_CALLS, _MOST_BYTES = 20, 128 * MIB
-"""Calls that follow each other in a batch, and the bytes of their buffers."""
+_MOST_CALLS, _MOST_BYTES = 200, 128 * MIB
+"""Calls that follow each other in a batch, GRAPH_CALLS in a CUDA graph, and their bytes."""
 _DRY_CALLS = 3
 """In a dry run, where each takes milliseconds."""
 
@@ -42,9 +49,10 @@ def calls_in_batch(row: Row) -> int:
     """Return the calls of a row that follow each other in a batch.
 
     >>> [calls_in_batch(Row(bytes=size * MIB)) for size in (1, 16, 256)]
-    [20, 8, 1]
+    [128, 8, 1]
     """
-    return max(1, min(_MOST_CALLS, _MOST_BYTES // row.bytes))
+    most = GRAPH_CALLS if row.mode == "graph" else _MOST_CALLS
+    return max(1, min(most, _MOST_BYTES // row.bytes))
 
 
 def refuse(why: str) -> NoReturn:
@@ -211,16 +219,15 @@ def _peer_copies(job: Job, task: Task) -> Sequence[Call]:
     first = range(0, size * len(task.received), size)
     task.received[:] = [buffer[at : at + size] for at in first]
 
-    def call(at: int, sent: Any, received: Any) -> None:
-        def place_at(reader: int) -> Any:
-            other = handle.get_buffer(reader, (size,), buffer.dtype, at)
-            return task.block(other, job.on.rank)
+    ends, rank = task.ends, job.on.rank
 
-        if task.gathers:
-            task.block(received, job.on.rank).copy_(sent)
-        job.copies.to_peers(task.ends, sent, place_at)
+    def call_at(at: int, sent: Any, received: Any) -> Call:
+        others = [handle.get_buffer(reader, (size,), buffer.dtype, at) for reader in ends[0]]
+        places = [task.block(other, rank) for other in others]
+        places += [task.block(received, rank)] if task.gathers else []
+        return lambda: job.copies.to_peers(ends, sent, places)
 
-    return [partial(call, *of) for of in zip(first, task.sent, task.received, strict=True)]
+    return [call_at(*of) for of in zip(first, task.sent, task.received, strict=True)]
 
 
 def _host_copies(job: Job, task: Task) -> Sequence[Call]:

@@ -17,7 +17,7 @@ from tccl_py.experiments.collectives import COLLECTIVE_WORDS, Collective
 from tccl_py.experiments.comparison import row_seconds
 from tccl_py.experiments.jobs import Arm, Launcher, Outcome, round_order
 from tccl_py.experiments.means import HANGS, MEANS, NCCL, Means
-from tccl_py.experiments.spec import GEMM, KIB, MIB, Groups, JobSpec, Row, rows_of
+from tccl_py.experiments.spec import GEMM, KIB, MIB, Groups, JobSpec, Row, RowTimes, rows_of
 from tccl_py.experiments.target import Target
 from tccl_py.experiments.trade_offs import at_size
 from tccl_py.files import pick, says
@@ -36,6 +36,8 @@ AS_GOOD = 0.02
 """A means has to beat default NCCL by this share."""
 _LARGEST_DRY = MIB
 
+Span = tuple[float, float]
+
 
 class MeansRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A row by each means: many calls back to back."""
@@ -45,11 +47,16 @@ class MeansRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     mode: Annotated[str, says("`graph` of a CUDA graph, or `eager`")]
     beside_gemm: bool
     groups: Annotated[Groups, says("ranks that send to each other; none for all")] = ()
-    best: Annotated[str, says("the means to take: `nccl` unless another one is 2 % faster")]
-    best_us: float
+    best: Annotated[str, says("the means to take: `nccl` unless another is faster beyond doubt")]
     default_us: Annotated[float | None, says("by default NCCL; null where it is out")]
     us: Annotated[dict[str, float], says("of a call, by means")]
+    spread: Annotated[dict[str, Span], says("fastest and slowest job or, of one job, batch")]
     gemm: Annotated[dict[str, float], says("times as long as alone the GEMM takes, by means")]
+
+    @property
+    def best_us(self) -> float:
+        """Return the time of a call by the means to take."""
+        return self.us[self.best]
 
     @property
     def kind(self) -> str:
@@ -241,27 +248,50 @@ def _run(launcher: Launcher, contender: _Contender, *, again: bool) -> Outcome |
 def _rows_of_table(
     rows: Sequence[Row], jobs: Mapping[str, Sequence[Outcome]]
 ) -> Iterator[MeansRow]:
-    """Yield the rows that any means timed: medians over rounds of the slowest rank."""
+    """Yield the rows that any means timed, by size in each kind."""
     seconds = {name: row_seconds(of) for name, of in jobs.items()}
-    gemms: dict[tuple[str, Row], list[float]] = {}
+    times: dict[tuple[str, Row], list[RowTimes]] = {}
     for name, of in jobs.items():
-        for times in chain.from_iterable(rank.times for job in of for rank in job.results):
-            gemms.setdefault((name, times.row), []).extend(times.gemms)
+        for one in chain.from_iterable(rank.times for job in of for rank in job.results):
+            times.setdefault((name, one.row), []).append(one)
+    before: dict[str, str] = {}
     for row in rows:
         us = {name: 1e6 * median(of[row]) for name, of in seconds.items() if row in of}
-        if not us:
-            continue
-        fastest, default = min(us, key=lambda name: us[name]), us.get(NCCL)
-        best = NCCL if default and default <= us[fastest] * (1 + AS_GOOD) else fastest
-        yield MeansRow(
+        spread = {}
+        for name in us:
+            each = seconds[name][row]
+            if len(each) == 1:
+                # Batches differ less than jobs do, and have to do.
+                ranks = (one.seconds for one in times[name, row] if one.seconds)
+                each = tuple(map(max, zip(*ranks, strict=True)))
+            spread[name] = min(each) * 1e6, max(each) * 1e6
+        gemms = {name: [g for one in times[name, row] for g in one.gemms] for name in us}
+        made = MeansRow(
             **pick(row, "collective", "bytes", "mode", "groups"),
             beside_gemm=bool(row.beside),
-            best=best,
-            best_us=us[best],
-            default_us=default,
+            best=NCCL,
+            default_us=us.get(NCCL),
             us=us,
-            gemm={name: median(gemms[name, row]) for name in us if gemms[name, row]},
+            spread=spread,
+            gemm={name: median(of) for name, of in gemms.items() if of},
         )
+        if us:
+            before[made.kind] = best_means(us, spread, before.get(made.kind, ""))
+            yield replace(made, best=before[made.kind])
+
+
+def best_means(us: Mapping[str, float], spread: Mapping[str, Span], before: str) -> str:
+    """Return the means to take: default NCCL, unless another one is faster beyond all doubt.
+
+    Of those that are alike it is the one that is best `before`, for the next smaller size.
+    """
+    default = spread[NCCL][0] if NCCL in spread else math.inf
+    faster = [name for name in us if spread[name][1] * (1 + AS_GOOD) < default]
+    if not faster:
+        return NCCL
+    fastest = min(faster, key=lambda name: us[name])
+    alike = [name for name in faster if spread[name][0] <= spread[fastest][1]]
+    return before if before in alike else fastest
 
 
 def _regrets(rows: Sequence[MeansRow]) -> dict[str, dict[str, tuple[float, float]]]:
@@ -271,7 +301,7 @@ def _regrets(rows: Sequence[MeansRow]) -> dict[str, dict[str, tuple[float, float
         same = [row for row in rows if row.kind == kind]
         for name in same[0].us:
             if all(name in row.us for row in same):
-                lost = [row.us[name] / min(row.us.values()) for row in same]
+                lost = [max(1.0, row.us[name] / row.best_us) for row in same]
                 of_kind = regrets.setdefault(kind, {})
                 of_kind[name] = geometric_mean(lost) - 1, max(lost) - 1
     return regrets
