@@ -520,18 +520,6 @@ def test_the_help_begins_with_the_commands_to_start_with_and_no_flag_has_a_metav
     assert "<bool>" not in "".join(tccl(name, "--help-all").stdout for name in NAMES_OF_ALL)
 
 
-def test_quiet_leaves_out_notices_but_no_error(tmp_path):
-    plan = ("plan", tmp_path / "plan", "--simulate", "h200x4-vm", "--max-sets", "5", "--json")
-    done = tccl(*plan, "-q")
-    assert (done.exit_code, done.stderr) == (0, "")
-    before = tccl("-q", *plan, "--force")
-    assert (before.exit_code, before.stderr) == (0, "")
-    again = tccl(*plan, "--quiet")
-    assert again.exit_code == 2
-    assert again.stderr.count("\n") == 1
-    assert "wrote" in tccl(*plan, "--force").stderr
-
-
 def test_verbose_shows_where_an_error_comes_from():
     assert "Traceback" not in tccl("measure", "G0", *ON).stderr
     assert "Traceback" in tccl("measure", "-v", "G0", *ON).stderr

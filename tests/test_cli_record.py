@@ -11,7 +11,7 @@ import time
 import pytest
 
 from tccl_py.workloads.workload import read_workload
-from tests.recorded_ranks import RankLog, calls_of
+from tests.recorded_ranks import RankLog
 
 JOB = """
 import os, shutil, sys
@@ -46,55 +46,6 @@ def run(*words, **variables):
     )  # fmt: skip
 
 
-def test_a_recorded_job_keeps_its_exit_code_and_leaves_its_workload_alone(job, tmp_path):
-    (command, logs), out = job, tmp_path / "out" / "100%p.json"
-    out.parent.mkdir()
-    done = run("--record", out, "--", *command, 3, *logs)
-    assert (done.returncode, done.stdout) == (3, "INFO INIT,COLL\n")
-    workload = read_workload(out)
-    assert calls_of(workload) == {("all_reduce", "float32", 40, (0, 1)): 1}
-    assert (workload.name, workload.steps) == ("100%p", 5)
-    assert "a line takes" in done.stderr
-    assert list(out.parent.iterdir()) == [out]
-
-
-def test_a_users_own_log_settings_are_not_replaced_without_a_word(job, tmp_path):
-    command, logs = job
-    own = {"NCCL_DEBUG": "WARN", "NCCL_DEBUG_SUBSYS": "NET", "NCCL_DEBUG_FILE": "/tmp/mine"}
-    done = run("--record", tmp_path / "it.json", "--", *command, 0, *logs, **own)
-    assert done.stdout == "INFO NET,INIT,COLL\n"
-    assert all(f"{name} is" in done.stderr for name in own)
-
-
-def test_logs_that_miss_ranks_stay_and_are_read_with_the_others_later(job, tmp_path):
-    (command, logs), out = job, tmp_path / "it.json"
-    done = run("--record", out, "--", *command, 0, logs[0])
-    assert done.returncode == 2 and "1 of the 2 ranks" in done.stderr
-    again = run("--record", out, "--", *command, 0, *logs)
-    assert again.returncode == 2 and "earlier recording" in again.stderr
-    words = [sys.executable, "-m", "tccl_py", "workload", f"{out}.logs", logs[1], "-o", out]
-    subprocess.run(list(map(str, words)), check=True, capture_output=True)
-    assert read_workload(out).steps == 5
-
-
-def test_one_rank_of_a_job_leaves_the_reading_to_the_end_of_all(job, tmp_path):
-    (command, logs), out = job, tmp_path / "it.json"
-    for rank, log in enumerate(logs):
-        launched = {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": "2"}
-        done = run("--record", out, "--", *command, 0, log, **launched)
-        assert (done.returncode, out.exists()) == (0, False)
-        assert f"tccl workload {out}.logs" in done.stderr
-
-
-def test_a_rank_that_cannot_start_leaves_the_logs_of_the_others(tmp_path):
-    (tmp_path / "it.json.logs").mkdir()
-    (tmp_path / "it.json.logs" / "other.1.log").touch()
-    one_of_two = {"RANK": "1", "WORLD_SIZE": "2"}
-    ended = run("--record", tmp_path / "it.json", "--", "no-such-program", **one_of_two)
-    assert ended.returncode == 127
-    assert (tmp_path / "it.json.logs" / "other.1.log").is_file()
-
-
 def test_a_command_that_is_named_runs_as_it_stands_whatever_the_files_name(job, tmp_path):
     (command, logs), out = job, tmp_path / "my jobs" / "it's.json"
     out.parent.mkdir()
@@ -111,28 +62,10 @@ def test_a_name_that_cannot_be_a_file_is_no_fault_of_the_command(tmp_path):
     assert "command" not in refused.stderr
 
 
-def test_a_job_without_nccl_leaves_nothing(tmp_path):
-    done = run("--record", tmp_path / "it.json", "--", "true")
-    assert (done.returncode, list(tmp_path.iterdir())) == (2, [])
-    assert run("--record", tmp_path / "it.json", "--", "no-such-program").returncode == 127
-    assert run("--record", tmp_path / "it.json", "--gpus", "0", "--", "true").returncode == 2
-    refused = run("--record", tmp_path, "--", "touch", tmp_path / "ran")
-    assert refused.returncode == 2 and "is a directory; name a file" in refused.stderr
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_job_is_recorded_whatever_the_length_of_the_files_name(job, tmp_path):
     (command, logs), out = job, tmp_path / f"{'n' * 230}.json"
     assert run("--record", out, "--", *command, 0, *logs).returncode == 0
     assert read_workload(out).name == "n" * 200
-
-
-@pytest.mark.parametrize("code", [0, 4])
-def test_a_job_that_removes_the_logs_is_told_of_itself(code, tmp_path):
-    script = f"rm -r {shlex.quote(str(tmp_path / 'it.json.logs'))}; exit {code}"
-    done = run("--record", tmp_path / "it.json", "--", "sh", "-c", script)
-    assert done.returncode == (code or 2)
-    assert f"the job ended with code {code} and was not recorded" in done.stderr
 
 
 def test_signals_reach_a_recorded_job(tmp_path):

@@ -131,32 +131,6 @@ def test_what_was_verified_is_kept_when_tuning_is_interrupted(place, jobs, monke
     assert not list(place.glob(".*"))
 
 
-def test_tuning_takes_variables_where_they_are_as_fast_as_a_graph_file(place, jobs):
-    def seconds(size, told):
-        default = 1e-4 + size / 1e10
-        fast = told.get("NCCL_BUFFSIZE") == "524288"
-        many = "NCCL_GRAPH_FILE" in told or told.get("NCCL_MIN_NCHANNELS") == "16"
-        return default / (1.4 if fast and many else 1.0)
-
-    fake = jobs(lambda _: 1.0)
-    fake.seconds = seconds
-    found = tccl("verify", place, "--backend", "host", "--tune", "--sizes", "4K,64M")
-    assert found.exit_code == 0, found.stdout
-    after = load_plan(place)
-    assert after.recommended == "variables"
-    settings = after.choices["variables"].settings
-    assert (settings.min_channels, settings.buffsize) == (16, 512 << 10)
-    assert "NCCL_MIN_NCHANNELS=16" in found.stderr
-    assert after.gain("variables") == pytest.approx(1.4, rel=0.02)
-    kept = Verification.load(place)
-    assert (kept.winner, kept.accepted) == ("variables", True)
-    # What gloo achieved says nothing about GPUs.
-    assert after.dry_run and "NCCL_BUFFSIZE" not in tccl("env", place).stdout
-    assert "export NCCL_BUFFSIZE=524288" in tccl("env", place, "--force").stdout
-    levels = {one.settings.p2p_level for one in kept.tried if one.name == "variables"}
-    assert levels == {None, "SYS", "PHB"}
-
-
 def test_copy_engines_that_lose_at_a_size_are_not_recommended(tmp_path, jobs):
     place = tmp_path / "plan"
     options = ("--simulate", NAME, "--max-sets", "20", "--rings", "1", "--nccl", "2.28")

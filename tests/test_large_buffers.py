@@ -5,7 +5,6 @@ import json
 import pytest
 
 from tccl_py.cli.plan import until_jobs_decide
-from tccl_py.errors import InputError
 from tccl_py.experiments.rounds import RunBudget
 from tccl_py.experiments.target import read_target
 from tccl_py.files import pick
@@ -15,7 +14,7 @@ from tccl_py.nccl.transport import chunk_bytes
 from tccl_py.nccl.view import view
 from tccl_py.plan.chains import CHOICES
 from tccl_py.plan.directory import write_plan
-from tccl_py.plan.load import check_plan, load_plan
+from tccl_py.plan.load import load_plan
 from tccl_py.plan.text import choice_words, diff
 from tccl_py.planning.planner import make_plan
 from tccl_py.report.verification import headline
@@ -123,17 +122,6 @@ def test_commands_print_and_deliver_the_choice(plan, place):
     assert (given["choice"], given["environment"]) == ("large-buffers", variables)
     for words in (("report", place), ("show", place, place), ("show", place, "--json")):
         assert tccl(*words).exit_code == 0
-
-
-def test_a_choice_that_a_plan_does_not_have_is_refused(tmp_path):
-    model = load_bundled(SMALL)
-    plan = make_plan(model.machine, model.knowledge, Simulator(model))
-    write_plan(plan, tmp_path, models=as_only(model))
-    refused = tccl("env", tmp_path, "--choice", "large-buffers")
-    assert (refused.exit_code, refused.stdout) == (2, "")
-    assert "it has default, variables, graph" in refused.stderr
-    with pytest.raises(InputError, match="large-buffers"):
-        check_plan(changed(plan, winner="large-buffers"), where="plan.json")
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
-from tccl_py.errors import InputError
 from tccl_py.health.nccl_report import read_report
-from tccl_py.health.pasted import findings_lines, read_pasted
+from tccl_py.health.pasted import read_pasted
 
 CASES = Path(__file__).parent / "cases"
 REPORTS = CASES / "reports"
@@ -53,17 +52,6 @@ def test_the_machine_is_the_one_that_nccl_printed():
     assert h200.network == "Socket"
 
 
-def test_a_slow_uplink_and_a_rate_that_does_not_fit_it_are_said():
-    found = findings("log_info_only.txt")
-    assert "simple order" in found.did[0]
-    (limit,) = found.limits
-    assert "GPU 1's uplink of 1.5 GB/s (PCI 1.5 where GPU 0 has 24)" in limit
-    (got,) = found.got
-    assert "12.7 GB/s of busbw at 32 MiB" in got
-    assert "do not fit" in got
-    assert len(list(findings_lines(found))) <= 12
-
-
 P2P_LEVEL = "boxa:4100:4205 [0] NCCL INFO NCCL_P2P_LEVEL set by environment to SYS\n"
 
 
@@ -89,12 +77,6 @@ def test_why_a_hop_goes_through_host_memory_follows_nccls_rules(old, new, words,
     assert any(remedy in one for one in found.following)
 
 
-def test_p2p_that_the_driver_grants_and_nccl_does_not_use_is_said_to_need_proof():
-    found = findings("log_info_only.txt", "pro6000x2_phb.txt")
-    assert "the driver grants P2P" in found.why[0]
-    assert any("tccl doctor" in one for one in found.following)
-
-
 TESTS = """\
 # nThread 1 nGpus 2 minBytes 8 maxBytes 536870912 step: 2(factor) warmup iters: 5 iters: 20
 #  Rank  0 Group  0 Pid  39155 on boxa device  0 [0x41] NVIDIA GeForce RTX 4090
@@ -117,15 +99,6 @@ def test_a_table_without_a_row_after_its_ranks_were_joined_is_a_hang(tmp_path):
     found = read_pasted([str(path)]).findings
     assert found.hung
     assert "NCCL_P2P_DISABLE=1" in found.following[0]
-
-
-def test_ranks_that_never_came_and_warnings_are_said_first():
-    found = findings("one_rank_missing.log")
-    (state,) = found.log.unfinished
-    assert (state.ranks, state.absent, state.begun) == (4, (3,), (0, 1, 2))
-    assert "rank 3 has no line" in found.did[1]
-    assert "Connection closed" in found.did[2]
-    assert "rank 3" in found.following[0]
 
 
 HOSTS = """\
@@ -168,14 +141,6 @@ def test_a_log_whose_ranks_end_has_no_missing_rank_although_others_log_elsewhere
     assert read_report("\n".join(lines)).unfinished == ()
 
 
-def test_a_log_without_topology_does_not_say_why():
-    log = (CASES / "nccl-logs" / "asus-4-of-8-virtual-2.28.9.log").read_text()
-    report = read_report(log)
-    assert {hop.via.split("/")[0] for hop in report.hops} == {"SHM", "P2P"}
-    (why,) = read_pasted([str(CASES / "nccl-logs" / "asus-4-of-8-virtual-2.28.9.log")]).findings.why
-    assert "GRAPH" in why
-
-
 def test_choices_by_size_are_read_by_number_and_by_name():
     text = (
         "h:1:1 [0] NCCL INFO AllReduce: 1048576 Bytes -> Algo 1 proto 2 time 30.5\n"
@@ -184,22 +149,6 @@ def test_choices_by_size_are_read_by_number_and_by_name():
     first, second = read_report(text).choices
     assert (first.algorithm, first.protocol, first.channels) == ("Ring", "Simple", None)
     assert (second.algorithm, second.protocol, second.channels) == ("TREE", "LL", 4)
-
-
-def test_lines_torn_into_each_other_are_left_out_with_the_remedy():
-    (left,) = findings("torn.log").left_out
-    assert "NCCL_DEBUG_FILE" in left
-
-
-def test_pairs_are_named_beside_what_their_links_allow():
-    found = findings("paste_p2p_bandwidth_test.txt")
-    assert [(p.source, p.target, p.gbps, p.allowed_gbps) for p in found.pair_rates] == [
-        (0, 1, 26.11, 63.0),
-        (1, 0, 26.11, 63.0),
-    ]
-    (got,) = found.got
-    assert "26.1 GB/s both ways" in got
-    assert "63.0" in got
 
 
 def test_wrong_values_are_said(tmp_path):
@@ -215,22 +164,6 @@ def test_wrong_values_are_said(tmp_path):
         "all_reduce", 33554432, 12.69, 12.77, 7,
     )  # fmt: skip
     assert "WRONG VALUES: 7" in found.got[0]
-
-
-def test_several_kinds_of_several_files_are_used_and_others_left_out(tmp_path):
-    notes = tmp_path / "notes.txt"
-    notes.write_text("it is slow\n")
-    other = tmp_path / "numactl.txt"
-    other.write_text("available: 2 nodes (0-1)\n")
-    result = tccl(REPORTS / "pro6000x2_amd.xml", LOG, notes, other, "--json")
-    found = json.loads(result.stdout)
-    assert found["default_gbps"] == pytest.approx(42.9, abs=0.1)
-    assert len(found["findings"]["used"]) == 2
-    assert ["notes.txt" in one or "numactl" in one for one in found["findings"]["left_out"]]
-    text = tccl(REPORTS / "pro6000x2_amd.xml", LOG, notes)
-    names = [line[:9].strip() for line in text.stdout.splitlines() if line[:1].strip()]
-    assert len(names) <= 12
-    assert {"NCCL did", "By model", "Used"} <= {*names}
 
 
 def test_names_and_matrix_may_be_in_two_files(tmp_path):
@@ -253,25 +186,3 @@ def test_what_stands_around_a_matrix_and_was_used_is_named():
 def test_standard_input_is_read():
     result = tccl("-", "--json", given=LOG.read_text())
     assert json.loads(result.stdout)["findings"]["used"][0].startswith("standard input")
-
-
-@pytest.mark.parametrize(
-    ("names", "words"),
-    [
-        (("prose_before.txt", "virtual_nics_each_cpu.xml"), ""),
-        (("pro6000x2_amd.xml", "4090x8_two_switches.xml"), "several machines"),
-        (("old_trace.json",), "tccl workload"),
-    ],
-)
-def test_files_that_do_not_belong_together_are_asked_about(names, words):
-    paths = [str(REPORTS / name) for name in names]
-    if not words:
-        assert any("matrix" in one for one in read_pasted(paths).findings.left_out)
-        return
-    with pytest.raises(InputError, match=words):
-        read_pasted(paths)
-
-
-def test_options_of_machines_are_refused_for_a_log_alone():
-    result = tccl(LOG, "--p2p", "yes")
-    assert (result.exit_code, "--p2p" in result.stderr) == (2, True)

@@ -40,6 +40,7 @@ from typer.testing import CliRunner
 from tccl_py.cli.main import app
 from tccl_py.experiments import plans, preflight
 from tccl_py.experiments.spec import WrongValue
+from tccl_py.health import advice
 from tccl_py.simulator.source import Simulator
 from tests.drifting import with_slower_link
 from tests.recorded_hosts import RECORDED, recorded
@@ -56,6 +57,7 @@ _MADE: dict[tuple[str, ...], Path] = {}
 _TAKEN = re.compile(
     r'(compared in |rounds, .* in |% at most; |"seconds": |(?:duration|timestamp)_seconds{.*} )'
     r"[0-9.e-]+"
+    r"|(a line takes ).*"
 )
 _WHOLE = {"break_long_words": False, "break_on_hyphens": False}
 
@@ -76,6 +78,7 @@ def run_again(text, place, monkeypatch):
     monkeypatch.chdir(place)
     monkeypatch.setattr(pwd, "getpwuid", lambda _: SimpleNamespace(pw_dir=str(place)))
     monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(advice, "SECONDS", 1e6)
     for name in ("gethostname", "getfqdn"):
         monkeypatch.setattr(socket, name, lambda: "login")
     written = []
@@ -186,12 +189,12 @@ def _shown(out, err, code):
     lines = [line.rstrip() for line in out.splitlines()]
     lines += [f"! {line}".rstrip() for line in err.splitlines()]
     lines += [f"[exit {code}]"] * bool(code)
-    return _TAKEN.sub(r"\1N", "\n".join(lines))
+    return _TAKEN.sub(r"\1\2N", "\n".join(lines))
 
 
 def _in_few_lines(value, indent=1):
     """JSON in few lines; of lists of objects the first two."""
-    text = _TAKEN.sub(r"\1N", json.dumps(value, ensure_ascii=False))
+    text = _TAKEN.sub(r"\1\2N", json.dumps(value, ensure_ascii=False))
     nested = isinstance(value, list | dict) and any(
         isinstance(one, list | dict) and one
         for one in (value.values() if isinstance(value, dict) else value)
