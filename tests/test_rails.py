@@ -10,19 +10,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tccl_py.errors import InputError, SearchError
 from tccl_py.model.cluster import Cluster, Host, NodeClass
 from tccl_py.model.machine import Knowledge
+from tccl_py.model.reports import HostReport, cluster_of, with_rails
 from tccl_py.nccl.connections import HostChannels, ring_connections, tree_connections
 from tccl_py.nccl.graph_file import parse_graph_file
 from tccl_py.nccl.graph_search import DefaultChain, search_ring, search_tree
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.view import view
 from tccl_py.plan.chains import Choice
+from tccl_py.plan.directory import write_new_plan
 from tccl_py.plan.host_files import ClusterFiles
+from tccl_py.plan.load import load_plan
 from tccl_py.planning.cables import failing
 from tccl_py.planning.jobs import as_achieved, plan_of_job
 from tccl_py.planning.planner import make_cluster_plan
 from tccl_py.readers.hosts import HostSlots
+from tccl_py.readers.rails import rails_by_name, rails_of_subnets
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.source import Simulator
@@ -254,3 +259,95 @@ def test_a_job_by_tables_of_an_earlier_program_gets_the_graph_file(saved, tmp_pa
     rebind(directory)
     job = plan_of_job(planned(9)[0], directory, [HostSlots(f"n{n}") for n in (1, 2, 3)])
     assert job.choices["variables"].fails and job.recommended == "graph"
+
+
+# Rails by name, and by subnets: hosts whose NICs of a rail have unlike places.
+
+
+UNLIKE = [load_machine(CASES / "clusters" / f"mix{kind}.xml") for kind in "AB"]
+"""The fast NICs of one kind are mlx5_0 and mlx5_3, of the other mlx5_0 and mlx5_1."""
+BY_NAME = {"first": ["mlx5_0"], "second": ["h0:mlx5_3", "h2:mlx5_3", "h1:mlx5_1", "h3:mlx5_1"]}
+
+
+def unlike_hosts(rails=BY_NAME):
+    machines = {f"h{number}": UNLIKE[number % 2].machine for number in range(4)}
+    reports = [HostReport(host=host, machine=machine) for host, machine in machines.items()]
+    hosts = cluster_of(reports, rails="only")
+    return hosts if rails is None else with_rails(hosts, rails_by_name(rails, machines, where="f"))
+
+
+def plan_unlike(hosts):
+    return make_cluster_plan(hosts, [Simulator(model) for model in UNLIKE])
+
+
+@pytest.fixture(scope="module")
+def unlike():
+    return plan_unlike(unlike_hosts())
+
+
+def test_hosts_whose_fast_nics_sit_at_other_places_are_planned_by_the_names_of_their_rails(unlike):
+    # 2 NICs of 400 Gbit/s a host.
+    assert unlike.rate_gbps == pytest.approx(100.0)
+    fast = [{"mlx5_0", "mlx5_3"}, {"mlx5_0", "mlx5_1"}]
+    for here, there in zip(unlike.hosts, (*unlike.hosts[1:], unlike.hosts[0]), strict=True):
+        ends = []
+        for host, end in ((here, "exit_nic"), (there, "entry_nic")):
+            path = unlike.paths[host.path]
+            names = [nic.name for nic in unlike.cluster.classes[path.node_class].machine.nics]
+            ends.append([names[getattr(chain, end)] for chain in path.chains])
+            assert {*ends[-1]} == fast[int(host.name[1:]) % 2]
+        assert all((a == "mlx5_0") == (b == "mlx5_0") for a, b in zip(*ends, strict=True))
+
+
+def test_names_of_nics_for_all_hosts_that_bring_slow_ones_back_are_told_with_each_hosts_own(unlike):
+    told = [notice for notice in unlike.notices if "NCCL_IB_HCA" in notice]
+    assert len(told) == 2
+    assert "NCCL_IB_HCA==mlx5_0:1,mlx5_3:1" in told[0]
+    assert "NCCL_IB_HCA==mlx5_0:1,mlx5_1:1" in told[1]
+
+
+def test_without_names_such_hosts_share_no_second_rail():
+    with pytest.raises(SearchError):
+        plan_unlike(unlike_hosts(None))
+
+
+def test_a_plan_that_leaves_named_rails_is_refused(unlike, tmp_path):
+    directory = tmp_path / "plan"
+    write_new_plan(unlike, directory)
+    assert load_plan(directory).cluster == unlike.cluster
+    changed = json.loads((directory / "plan.json").read_text())
+    # As if the two rails of one kind were exchanged.
+    rails = changed["cluster"]["classes"][0]["rails"]
+    rails[0], rails[3] = rails[3], rails[0]
+    (directory / "plan.json").write_text(json.dumps(changed))
+    rebind(directory)
+    with pytest.raises(InputError, match="change NICs"):
+        load_plan(directory)
+
+
+@pytest.mark.parametrize(
+    ("rails", "where"),
+    [
+        ({"a": ["mlx5_9"]}, "rails.a"),
+        ({"a": ["mlx5_0"], "b": ["h1:mlx5_0"]}, "rails.b"),
+        ({"a": ["mlx5_0", "mlx5_1"]}, "rails.a"),
+        ({"a": ["h9:mlx5_0"]}, "rails.a"),
+    ],
+)
+def test_names_that_are_no_rails_are_refused(rails, where):
+    with pytest.raises(InputError) as refused:
+        unlike_hosts(rails)
+    assert refused.value.where == f"f {where}"
+
+
+def test_each_subnet_of_several_hosts_is_a_rail():
+    machines = {f"h{number}": UNLIKE[number % 2].machine for number in range(4)}
+    subnets = {
+        host: {nic: f"10.0.{0 if nic == 0 else 1}.{number + 1}/24" for nic in (0, 3 - 2 * odd)}
+        for number, (host, odd) in enumerate(zip(machines, (0, 1, 0, 1), strict=True))
+    }
+    assert rails_of_subnets(subnets, machines) == rails_by_name(BY_NAME, machines, where="f")
+    one_subnet = {host: dict.fromkeys(nics, "10.0.0.1/24") for host, nics in subnets.items()}
+    assert rails_of_subnets(one_subnet, machines) == {}
+    alone = {host: {0: f"10.{number}.0.1/24"} for number, host in enumerate(machines)}
+    assert rails_of_subnets(alone, machines) == {}

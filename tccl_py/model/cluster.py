@@ -138,6 +138,16 @@ class NodeClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     name: str
     machine: Machine
     knowledge: Knowledge = Knowledge()
+    rails: tuple[int, ...] = ()
+    """The rail of each NIC, in order; none: NIC i is on rail i."""
+
+    def rail(self, nic: int) -> int:
+        """Return the rail of a NIC by its index."""
+        return self.rails[nic] if self.rails else nic
+
+    def nic_on(self, rail: int) -> int:
+        """Return the NIC on a rail, which is one that `rail` returned."""
+        return self.rails.index(rail) if self.rails else rail
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -211,6 +221,10 @@ def check_cluster(cluster: Cluster, *, where: str) -> Cluster:
         place = f"{where}: node class {shown(node_class.name)}"
         once = names[check_host_name(node_class.name, where=place)] == 1
         require(once, place, "is there twice", "classes have different names")
+        fits = not node_class.rails or (
+            len(node_class.rails) == len(set(node_class.rails)) == len(node_class.machine.nics)
+        )
+        require(fits, place, f"has rails {node_class.rails}", "a rail for each NIC, once")
         if node_class.machine.gpus:  # without, a host of the class is named
             check(node_class.machine, where=place)
             check_knowledge(node_class.knowledge, node_class.machine, where=place)

@@ -152,6 +152,20 @@ def split_classes(cluster: Cluster, groups: Iterable[Sequence[str]]) -> Cluster:
     return msgspec.structs.replace(cluster, hosts=tuple(hosts), classes=tuple(classes))
 
 
+def with_rails(cluster: Cluster, rails: Mapping[str, tuple[int, ...]]) -> Cluster:
+    """Return the cluster with the rail of each NIC by host; hosts on other rails are of others."""
+    groups: dict[tuple[int, tuple[int, ...]], list[str]] = {}
+    for name, number in cluster.host_classes.items():
+        groups.setdefault((number, rails[name]), []).append(name)
+    split = split_classes(cluster, groups.values())
+    of_class = {split.host_classes[names[0]]: on for (_, on), names in groups.items()}
+    classes = [
+        msgspec.structs.replace(one, rails=of_class.get(number, one.rails))
+        for number, one in enumerate(split.classes)
+    ]
+    return msgspec.structs.replace(split, classes=tuple(classes))
+
+
 def _form(machine: Machine, knowledge: Knowledge) -> bytes:
     return msgspec.json.encode(canonical(machine, knowledge))
 

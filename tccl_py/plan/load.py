@@ -137,12 +137,14 @@ def _check_choices(plan: Plan, where: str) -> None:
 
 
 def off_rails(plan: Plan) -> bool:
-    """Return whether a ring crosses from a NIC to another NIC of the next host."""
-    around = [plan.paths[host.path].chains for host in (*plan.hosts, plan.hosts[0])]
+    """Return whether a ring crosses to a NIC of the next host on another rail."""
+    around = [plan.paths[host.path] for host in (*plan.hosts, plan.hosts[0])]
+    classes = plan.cluster.classes
     return any(
-        out.exit_nic != into.entry_nic
-        for chains, following in pairwise(around)
-        for out, into in zip(chains, following, strict=True)
+        classes[here.node_class].rail(out.exit_nic or 0)
+        != classes[there.node_class].rail(into.entry_nic or 0)
+        for here, there in pairwise(around)
+        for out, into in zip(here.chains, there.chains, strict=True)
     )
 
 

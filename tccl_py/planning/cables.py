@@ -53,13 +53,14 @@ def failing(choice: Choice, cluster: Cluster, channels: Sequence[Sequence[HostCh
     """
     if choice.fails or not (cluster.cables or cluster.rails == "only"):
         return choice
-    nodes = [(host.name, part) for host in cluster.hosts for part in channels[host.node_class]]
-    names, hosts = [name for name, _ in nodes], [part for _, part in nodes]
+    nodes = [(host, part) for host in cluster.hosts for part in channels[host.node_class]]
+    names, hosts = [host.name for host, _ in nodes], [part for _, part in nodes]
+    classes = [cluster.classes[host.node_class] for host, _ in nodes]
     steps, routing = steps_between(cluster.cables), choice.settings.subnet_routing
 
     def carries(link: Connection) -> bool:
         if not cluster.cables:
-            return link.nic == link.far
+            return classes[link.host].rail(link.nic) == classes[link.peer].rail(link.far)
         return _way(link, steps, names, subnet_routing=routing) is not None
 
     graphs = {"NCCL": chain.from_iterable(ring_connections(hosts))}

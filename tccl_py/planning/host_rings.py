@@ -1,7 +1,8 @@
 """Rings over all hosts under one choice of settings, and with one number of rings.
 
 A NIC map is a pair of NIC tuples, the exits of a host and the entries of the next, with an element
-for each ring. On a network of rails NIC i reaches only NIC i, so both tuples are the same.
+for each ring. Over switches, NICs are numbered by their rails: on a network of rails a NIC reaches
+only those on its own, so both tuples are the same.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 from tccl_py.errors import SearchError
 from tccl_py.merge.cables import CabledRing, NicMap, Nics, Rate, cabled_ring
 from tccl_py.merge.rings import ChainTable, MergedRing, merge_with_switches, passes, uplink_limit
-from tccl_py.model.cluster import Cluster, SwitchTree
+from tccl_py.model.cluster import Cluster, NodeClass, SwitchTree
 from tccl_py.nccl.network import EvenUse, NicPair
 from tccl_py.nccl.settings import Settings
 from tccl_py.plan.chains import AS_GOOD as WORTH
@@ -124,7 +125,10 @@ class RingSearch(msgspec.Struct, frozen=True, kw_only=True):
         best = [choice for choice in choices if choice is not None]
         if len(best) < len(choices):
             return None
-        pairs = [choice.pairs for choice in best]
+        pairs = [
+            tuple(sorted((node.rail(a), node.rail(b)) for a, b in choice.pairs))
+            for node, choice in zip(self._classes, best, strict=True)
+        ]
         ceiling = min(choice.rate_gbps for choice in best) * (1 - WORTH)
         along = self._along_cables(count) if self.cluster.cables else self._free(pairs, ceiling)
         if along is None:
@@ -155,7 +159,9 @@ class RingSearch(msgspec.Struct, frozen=True, kw_only=True):
 
     def _free(self, best: Sequence[NicPairs], ceiling: float) -> Joined | None:
         """Return the best ring of hosts over a network of switches, and its NIC maps."""
-        rails = rail_tuples(best, [node.nics for node in self.nodes])
+        rails = rail_tuples(
+            best, [tuple(sorted(map(node.node_class.rail, node.nics))) for node in self.nodes]
+        )
         merged = self._merge(best, ceiling, [NicMap(nics, nics) for nics in rails])
         if self.cluster.rails == "any" and (merged is None or merged[0].rate_gbps < ceiling):
             free = self._merge(best, ceiling, free_maps(best))
@@ -203,9 +209,18 @@ class RingSearch(msgspec.Struct, frozen=True, kw_only=True):
     def _between(self, node_class: int, into: NicMap, out: NicMap) -> KeptChains | None:
         node = self.nodes[node_class]
         # A table has NCCL's own chains too, which may use NICs that are left out of rings.
-        if not {*into.entries, *out.exits} <= set(node.nics):
+        if not {*into.entries, *out.exits} <= set(map(node.node_class.rail, node.nics)):
             return None
-        return node.between(self.settings, pairs_of(into.entries, out.exits))
+        return node.between(self.settings, pairs_of(*self._nics(node_class, into, out)))
+
+    def _nics(self, node_class: int, into: NicMap, out: NicMap) -> tuple[Nics, Nics]:
+        """Return the NICs of a class by which rings enter and leave over these rails."""
+        nic_on = self._classes[node_class].nic_on
+        return tuple(map(nic_on, into.entries)), tuple(map(nic_on, out.exits))
+
+    @property
+    def _classes(self) -> list[NodeClass]:
+        return [node.node_class for node in self.nodes]
 
     def _in_order(
         self, node_class: int, into: NicMap, out: NicMap, answer: KeptChains
@@ -213,7 +228,7 @@ class RingSearch(msgspec.Struct, frozen=True, kw_only=True):
         """Return the chains in the order of the rings that take them."""
         remaining = list(self.nodes[node_class].plan_chains(answer))
         chains = []
-        for nics in zip(into.entries, out.exits, strict=True):
+        for nics in zip(*self._nics(node_class, into, out), strict=True):
             chains.append(next(c for c in remaining if (c.entry_nic, c.exit_nic) == nics))
             remaining.remove(chains[-1])
         return tuple(chains)

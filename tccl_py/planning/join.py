@@ -68,6 +68,7 @@ def plan_over(cluster: Cluster, nodes: Sequence[ClassRates], request: PlanReques
         notices=(
             *_notices(cluster, best, nodes),
             *notices_of_cables(cluster, settings),
+            *_notices_of_names(nodes, settings),
             *_notices_of_rails(default, cluster, nodes),
         ),
         simulated=any(nodes[number].kept.simulated for number in used),
@@ -199,11 +200,32 @@ def _with_nics(
     )
 
 
+def _notices_of_names(nodes: Sequence[ClassRates], settings: Settings) -> Iterator[str]:
+    """Yield on which hosts the names of other hosts' NICs bring back NICs that were left out."""
+    variable = "NCCL_IB_HCA" if settings.ib_hca else "NCCL_SOCKET_IFNAME"
+    names = {*settings.ib_hca, *settings.socket_ifname}
+    for node in nodes:
+        told = {
+            nic.index: f"{nic.name}:{nic.port or 1}" if settings.ib_hca else nic.name
+            for nic in node.node_class.machine.nics
+        }
+        back = ", ".join(f"N{n}" for n in told if told[n] in names and n not in node.nics)
+        own = ",".join(told[nic] for nic in node.nics)
+        if back:
+            yield (
+                f"{node.node_class.name}: NCCL takes {back} too, since one list of NICs holds for "
+                f"all hosts; there {variable}=={own} is right"
+            )
+
+
 def _trees_cross(cluster: Cluster, joined: Candidate) -> bool:
     """Return whether trees of graph files, which use the entries of chains, would leave rails."""
     if cluster.rails == "any":
         return False
-    entries = (tuple((c.entry_nic or 0,) for c in chains) for chains in joined.hosts.values())
+    entries = (
+        tuple((cluster.classes[cluster.host_classes[name]].rail(c.entry_nic or 0),) for c in chains)
+        for name, chains in joined.hosts.items()
+    )
     hosts = [HostChannels(rings=(), trees=trees) for trees in entries]
     return any(link.nic != link.far for link in tree_connections(hosts))
 

@@ -19,7 +19,7 @@ from tccl_py.errors import InputError, require, spell
 from tccl_py.files import pick
 from tccl_py.model.cluster import Cluster, cabled_nics, check_cluster, compress
 from tccl_py.model.links import Proof
-from tccl_py.model.reports import HostReport, cluster_of, part_of, split_classes
+from tccl_py.model.reports import HostReport, cluster_of, part_of, split_classes, with_rails
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import PLAN_FILE
@@ -41,6 +41,7 @@ from tccl_py.readers.cables import (
     used_functions,
 )
 from tccl_py.readers.hosts import HostSlots, listed_hosts
+from tccl_py.readers.rails import rails_by_name, rails_of_subnets
 from tccl_py.readers.switches import read_switches
 from tccl_py.search.problem import Reporter
 from tccl_py.search.strategies import STRATEGIES
@@ -315,6 +316,11 @@ def _cluster(
         tree, rails = network.switches, network.rails
         cluster = cluster_of(reports, switches=tree, rails=rails, where=where, known=known)
         machines = {host.name: cluster.classes[host.node_class].machine for host in cluster.hosts}
+        on_rails = rails_of_subnets(addresses or {}, machines) if rails == "only" else {}
+        if network.rail_nics:
+            on_rails = rails_by_name(network.rail_nics, machines, where=str(switches))
+        if on_rails:
+            cluster = with_rails(cluster, on_rails)
         cables = cables_of(network.ports, machines)
         subnet_prefix(cables, addresses or {}, where=str(switches))
     cables = used_functions(cables, addresses or {})

@@ -264,10 +264,12 @@ def _far_nics(cluster: Cluster, host: str) -> dict[int, tuple[str, int]]:
         (name for name in cluster.names if name != host),
         key=lambda name: (switch.get(name) != switch.get(host), of[name] != of[host]),
     )
-    used, theirs = (used_nics(cluster.classes[of[name]].machine) for name in (host, partner))
+    own, other = (cluster.classes[of[name]] for name in (host, partner))
+    used, theirs = (used_nics(one.machine) for one in (own, other))
     # The same rail where there is one; else NICs in turn.
+    on_rails = {other.rail(nic): nic for nic in theirs}
     return {
-        nic: (partner, nic if nic in theirs else theirs[at % len(theirs)])
+        nic: (partner, on_rails.get(own.rail(nic), theirs[at % len(theirs)]))
         for at, nic in enumerate(used)
     }
 

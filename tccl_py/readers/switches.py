@@ -13,7 +13,8 @@ The YAML form:
           - spine
           - name: leaf9
             hosts: node9        # a single host needs no list
-    rails: any                  # or only: NIC i of a host reaches NIC i of any host, no other NIC
+    rails: any                  # or only: NIC i of a host reaches NIC i of any host, no other NIC;
+                                # or NICs by rail (tccl_py.readers.rails)
 
 SLURM's own topology.yaml is read as well: of its topologies the default one, or the only one, which
 must be a tree.
@@ -30,7 +31,7 @@ src/common/parse_config.c.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -60,7 +61,7 @@ _TOO_MUCH = ("is too deep or too long", "describe the switches of a cluster")
 _FORMS = {
     ".cables": "write cables: [[HOST:PORT, HOST:PORT], ...]",
     ".ports": "write ports: {PORT: [NIC, ...], ...}",
-    ".rails": "any or only is right",
+    ".rails": "any or only is right, or the NICs on each rail: {first: [mlx5_0], ...}",
     ".uplink_gbps": "give GB/s above 0, as 12.5",
     "": "write switches: and a list of them, each with name: and hosts: or switches:; or cables: "
     "[[HOST:PORT, HOST:PORT], ...]",
@@ -82,6 +83,8 @@ class Interconnect(msgspec.Struct, frozen=True, kw_only=True):
 
     switches: SwitchTree | None
     rails: Rails = "any"
+    rail_nics: Mapping[str, Sequence[str]] = {}
+    """The NICs on each rail by its name, where a file has them."""
     ports: Ports = Ports()
 
 
@@ -98,7 +101,7 @@ class _Switches(msgspec.Struct, forbid_unknown_fields=True):
     """A document of the YAML form."""
 
     switches: list[_Switch] = []
-    rails: Rails = "any"
+    rails: Rails | dict[_Text, list[_Text]] = "any"
     cables: list[tuple[_Text, _Text]] = []
     ports: dict[_Text, list[_Text]] = {}
 
@@ -166,7 +169,13 @@ def parse_switch_yaml(text: str, *, where: str, hosts: Iterable[str] | None = No
         return Interconnect(switches=None, ports=ports)
     places = ((switch, f"{where} switches[{i}]") for i, switch in enumerate(form.switches))
     parts = (part for switch, place in places for part in _flat(switch, place))
-    return Interconnect(switches=_join(parts, where=where, hosts=hosts), rails=form.rails)
+    named = form.rails if isinstance(form.rails, dict) else {}
+    require(form.rails, f"{where} rails", "is empty", _FORMS[".rails"])
+    return Interconnect(
+        switches=_join(parts, where=where, hosts=hosts),
+        rails="only" if isinstance(form.rails, dict) else form.rails,
+        rail_nics=named,
+    )
 
 
 def _of_slurm(topologies: list[Any], where: str) -> dict[str, Any]:
