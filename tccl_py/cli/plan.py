@@ -55,7 +55,7 @@ from tccl_py.planning.hardware import limit_sentences
 from tccl_py.planning.opening import ring_counts_of, subject_of
 from tccl_py.planning.output import holds_measurements, holds_whole_plan, output_directory
 from tccl_py.planning.request import DEFAULT_BUDGET, EVERY_SET, PlanRequest, pinned_here
-from tccl_py.planning.subject import UNDER_MPI, Prove, Subject
+from tccl_py.planning.subject import UNDER_MPI, Prove, Subject, say_sure
 from tccl_py.search.problem import Budget
 from tccl_py.search.strategies import STRATEGIES
 from tccl_py.simulator.descriptions import bundled_names
@@ -210,8 +210,6 @@ def plan(
 
 def _print_end(made: Plan, output: Path, model: MachineModel | None) -> None:
     """Print what to know of a new plan in at most eight lines; `tccl show` has the rest."""
-    from tccl_py.health.advice import say_sure  # noqa: PLC0415 (slow)
-
     console, name = results(), made.recommended
     known = {CHOICE_WORDS[way]: made.choices[way].best_known_gbps for way in ("default", name)}
     rates = (f"{rate or nan:.2f} GB/s by {way}" for way, rate in known.items())

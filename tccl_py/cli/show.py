@@ -33,7 +33,6 @@ from tccl_py.plan.chains import WORLD, PlanChain
 from tccl_py.plan.load import is_directory, load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import ProvenLinks, plan_in
-from tccl_py.plan.size_choices import size_notes
 from tccl_py.plan.text import (
     advice,
     assumptions,
@@ -185,6 +184,8 @@ def _print_plan(plan: Plan, console: Console) -> None:
 
 def _print_notes(plan: Plan, directory: Path, more: Iterable[str], console: Console) -> None:
     """Print a plan's notes, the first few unless all are asked for."""
+    from tccl_py.plan.size_choices import size_notes  # noqa: PLC0415 (not for a new plan)
+
     stopped = ("the search was interrupted: this is the best until then",) * plan.cancelled
     notes = [*stopped, *more, *notices(plan), *size_notes(plan)]
     shown = notes if Speech.verbosity is Verbosity.VERBOSE else notes[:_MOST_NOTES]

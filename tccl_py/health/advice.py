@@ -25,9 +25,9 @@ from tccl_py.plan.text import advice, assumptions, doctor_first, p2p_note, unrat
 from tccl_py.planning.hardware import limit_sentences
 from tccl_py.planning.opening import machine_subject
 from tccl_py.planning.request import DEFAULT_BUDGET, PlanRequest
-from tccl_py.planning.subject import Say, Subject
+from tccl_py.planning.subject import Say, Subject, say_sure
 from tccl_py.simulator.descriptions import usual_gts
-from tccl_py.simulator.model import MachineModel, gpu_names, provenances_text
+from tccl_py.simulator.model import MachineModel, gpu_names
 
 SECONDS = 40.0
 """Seconds after which a search gives its best: an answer within a minute."""
@@ -244,19 +244,3 @@ def _default_words(plan: Plan) -> str:
     more = f" and {len(rings) - 1} more" if len(rings) > 1 else ""
     basis = plan.provenance_of("default") + _assumed_words(plan)
     return f"{rate} ({basis}): ring {order}{more}, hops {ways}"
-
-
-def say_sure(plan: Plan, model: MachineModel | None) -> str:
-    """Return how sure a plan is, by the model behind its rates, if there is one."""
-    if plan.dry_run:
-        return "not at all: processes in host memory stood in for GPUs"
-    if plan.jobs_ran:
-        return "high: NCCL's jobs were timed here"
-    if model is not None:
-        level = "low" if plan.any_assumed else "medium"
-        basis = "" if model.source else f", {model.note}"
-        return f"{level}: by a model with {provenances_text(model)} parameters{basis}"
-    interval = plan.choices["graph"].error
-    error = f", 95 % interval ±{interval:.1%}" if interval else ""
-    sets = spell(plan.sets_measured, "set")
-    return f"medium: {sets} measured here{error}; no NCCL job was timed"

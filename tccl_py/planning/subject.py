@@ -4,23 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
+from tccl_py.errors import spell
 from tccl_py.model.links import Proof
 from tccl_py.model.machine import Fingerprint, Knowledge
-from tccl_py.nccl.proof import AskedJob
 from tccl_py.plan.plan import Plan
 from tccl_py.planning.request import PlanRequest
 from tccl_py.search.problem import Reporter
 from tccl_py.simulator.descriptions import load_machine, settle_model
-from tccl_py.simulator.model import MachineModel
+from tccl_py.simulator.model import MachineModel, provenances_text
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.bench import Bench
 from tccl_py.sources.journal import read_journal, widen_journal
 
+if TYPE_CHECKING:
+    from tccl_py.nccl.proof import AskedJob
+
 Say = Callable[[str], None]
-Prove = Callable[[Callable[[], None]], tuple[Proof | None, Sequence[AskedJob]]]
+Prove = Callable[[Callable[[], None]], "tuple[Proof | None, Sequence[AskedJob]]"]
 """Proves the links of this machine: a proof, and what NCCL did for it. The function that it gets is
 called once workers of this machine may start."""
 UNDER_MPI = "start the command under mpirun or srun"
@@ -72,3 +76,19 @@ def with_proof(knowledge: Knowledge, proof: Proof | None) -> Knowledge:
     if proof is None or not proof.facts:
         return knowledge
     return msgspec.structs.replace(knowledge, links=proof.facts)
+
+
+def say_sure(plan: Plan, model: MachineModel | None) -> str:
+    """Return how sure a plan is, by the model behind its rates, if there is one."""
+    if plan.dry_run:
+        return "not at all: processes in host memory stood in for GPUs"
+    if plan.jobs_ran:
+        return "high: NCCL's jobs were timed here"
+    if model is not None:
+        level = "low" if plan.any_assumed else "medium"
+        basis = "" if model.source else f", {model.note}"
+        return f"{level}: by a model with {provenances_text(model)} parameters{basis}"
+    interval = plan.choices["graph"].error
+    error = f", 95 % interval ±{interval:.1%}" if interval else ""
+    sets = spell(plan.sets_measured, "set")
+    return f"medium: {sets} measured here{error}; no NCCL job was timed"
