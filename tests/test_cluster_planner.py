@@ -27,9 +27,8 @@ from tccl_py.plan.chains import Choice
 from tccl_py.plan.load import load_plan, off_rails
 from tccl_py.plan.tables import KeptTable
 from tccl_py.planning.chain_search import ClassStudy, HostTask, used_nics
-from tccl_py.planning.host_rings import RingSearch, rail_tuples
-from tccl_py.planning.hosts import whole_ring
-from tccl_py.planning.join import best_rings
+from tccl_py.planning.join import RingSearch, best_rings, rail_tuples
+from tccl_py.planning.opening_hosts import whole_ring
 from tccl_py.planning.planner import make_cluster_plan, make_plan
 from tccl_py.planning.probes import PlacedSource, estimate_uplinks, gpus_beside_nics, placements
 from tccl_py.readers.nvidia_smi import parse_nvidia_smi

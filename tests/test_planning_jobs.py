@@ -14,8 +14,13 @@ from tccl_py.model.measurement import NIC_TRANSPORTS, Measurement
 from tccl_py.nccl.view import view
 from tccl_py.plan.chains import FailingPair
 from tccl_py.plan.directory import write_plan
-from tccl_py.planning.hosts import HostsRequest, plan_job
-from tccl_py.planning.opening_hosts import cluster_of_job, cluster_subject, simulated_cluster
+from tccl_py.planning.opening_hosts import (
+    HostsRequest,
+    cluster_of_job,
+    cluster_subject,
+    plan_job,
+    simulated_cluster,
+)
 from tccl_py.planning.probes import pair_rates
 from tccl_py.planning.request import PlanRequest
 from tccl_py.readers.lldp import Neighbour

@@ -20,8 +20,7 @@ from tccl_py.errors import MeasurementError
 from tccl_py.model.rings import entering, join_flows, leaving
 from tccl_py.model.transfer import parse_set, place_named, transfer_set
 from tccl_py.nccl_library import Library
-from tccl_py.planning.hosts import HostsRequest, plan_job
-from tccl_py.planning.opening_hosts import cluster_of_job
+from tccl_py.planning.opening_hosts import HostsRequest, cluster_of_job, plan_job
 from tccl_py.planning.request import PlanRequest
 from tccl_py.search.problem import Budget
 from tccl_py.sources.hosts import HostsSource

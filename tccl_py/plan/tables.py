@@ -33,6 +33,15 @@ Most = tuple[float, tuple[str, ...]]
 """A bound, GB/s, and what it assumes."""
 
 
+def pairs_of(entries: Iterable[int], exits: Iterable[int]) -> NicPairs:
+    """Return the NIC pairs of a host's chains, whichever ring takes which.
+
+    >>> pairs_of((1, 0), (0, 1))
+    ((0, 1), (1, 0))
+    """
+    return tuple(sorted(zip(entries, exits, strict=True)))
+
+
 class KeptChains(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The best chains on a host between some NICs."""
 

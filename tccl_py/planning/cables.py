@@ -21,8 +21,7 @@ from tccl_py.nccl.graph_search import DefaultRings, default_rings_or_sys
 from tccl_py.nccl.network import NicPair, route_nics
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.plan.chains import MOST_FAILING, Choice, FailingPair, Failure
-from tccl_py.plan.tables import ClassRates
-from tccl_py.planning.host_rings import pairs_of
+from tccl_py.plan.tables import ClassRates, pairs_of
 
 CANNOT_CONNECT = "cannot connect"
 """The verdict on a choice with which NCCL would join NICs that do not reach each other."""
