@@ -2,7 +2,7 @@
 
 usage: python -m scripts.pictures
 
-Writes docs/pictures/rings-light.svg and rings-dark.svg from a reference plan, and runs the cells of
+Writes docs/pictures/rings-*.svg from a reference plan, and runs the cells of
 examples/*.ipynb; a cell that ends with a value shows the value, drawn where it can be.
 """
 
@@ -27,8 +27,11 @@ def pictures() -> dict[Path, str]:
     """Return the text of each picture of README, by its file."""
     plan = load_plan(PLAN)
     return {
-        ROOT / "docs" / "pictures" / f"rings-{scheme}.svg": drawing(plan, scheme=scheme)
+        ROOT / "docs/pictures" / f"rings-{scheme}{'-narrow' * narrow}.svg": drawing(
+            plan, scheme=scheme, narrow=narrow
+        )
         for scheme in get_args(Scheme)
+        for narrow in (False, True)
     }
 
 

@@ -25,8 +25,8 @@ from tccl_py.plan.load import load_plan
 from tccl_py.plan.size_choices import size_notes
 from tccl_py.plan.text import limit_text
 from tccl_py.report.contents import heat_maps, read_contents, viridis
-from tccl_py.report.drawing import drawing
-from tccl_py.report.hops import cause_words, flow_ends, hops_view, link_loads
+from tccl_py.report.drawing import drawing, loaded_view
+from tccl_py.report.hops import LinkLoad, cause_words, flow_ends, hops_view, link_loads
 from tccl_py.report.machine import LANE, lay_out, nvlinks, wires
 from tccl_py.report.page import rate_bars, report_html
 from tccl_py.simulator.descriptions import load_bundled
@@ -550,7 +550,22 @@ def test_loads_of_links_are_the_sums_of_the_flows_that_cross_them():
     assert loads["G3"].gbps == 2.0
     assert uplink[0] == uplink[1]
     assert loads[uplink[0]].gbps == 5.0  # one flow goes up, the bounce comes down with 2
-    assert [device for device, load in loads.items() if load.slowest]
+    assert sum(load.slowest for load in loads.values()) == 1
+
+
+def test_links_have_the_colour_of_their_load_and_none_where_their_capacity_is_not_known():
+    loads = [LinkLoad(gbps=gbps, capacity=10.0) for gbps in (4.0, 6.0, 9.0)]
+    assert [load.level for load in loads] == ["0", "1", "2"]
+    assert LinkLoad(gbps=4.0, capacity=None).level == "unknown"
+
+
+@pytest.mark.parametrize("name", [ASUS, PCIE])
+def test_the_link_that_is_marked_is_on_the_path_of_the_hop_that_the_text_names(name):
+    plan = load_plan(PLANS / f"{name}.json")
+    passed = Paths(plan.machine, plan.knowledge).passes(plan.bottleneck[1].flow)
+    marked = {device for device, load in loaded_view(plan, 0).loads.items() if load.slowest}
+    assert len(marked) == 1
+    assert marked <= {way.part.device for way in passed}
 
 
 def test_links_as_they_are_now_are_shown_on_the_machine_of_the_plan_only(tmp_path):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
+from textwrap import wrap
 from typing import Any, Literal
 
 import jinja2
@@ -44,6 +45,8 @@ from tccl_py.report.machine import (
 from tccl_py.simulator.model import MachineModel, gpu_names
 
 Scheme = Literal["light", "dark"]
+_NARROW = 56
+"""Characters of a line of a narrow drawing."""
 _LINE, _TITLE = 18.0, 24.0
 """Heights of a line of text, and of a ring's title."""
 
@@ -103,10 +106,12 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
         return parts
 
 
-def node_view(machine: Machine, plan: Plan | None = None, number: int = 0) -> NodeView:
+def node_view(
+    machine: Machine, plan: Plan | None = None, number: int = 0, *, narrow: bool = False
+) -> NodeView:
     """Return a machine, that of class `number` of a plan, and the plan's rings on it."""
     gpus = None if plan is None else plan.class_gpus[number]
-    layout = lay_out(machine, gpus, number=number)
+    layout = lay_out(machine, gpus, number=number, narrow=narrow)
     return NodeView(
         machine=machine,
         layout=layout,
@@ -116,7 +121,7 @@ def node_view(machine: Machine, plan: Plan | None = None, number: int = 0) -> No
     )
 
 
-def loaded_view(plan: Plan, number: int) -> NodeView:
+def loaded_view(plan: Plan, number: int, *, narrow: bool = False) -> NodeView:
     """Return the machine of a class with the plan's rings on it and the loads of its links."""
     part = plan.cluster.classes[number]
     # Hosts of a class may have different paths: the first one's is drawn.
@@ -124,7 +129,7 @@ def loaded_view(plan: Plan, number: int) -> NodeView:
     chains = path.chains if path is not None else ()
     hops = [(hop.flow, hop.rate_gbps) for chain in chains for hop in chain.hops]
     return msgspec.structs.replace(
-        node_view(part.machine, plan, number),
+        node_view(part.machine, plan, number, narrow=narrow),
         loads={} if has_stand_ins(plan) else link_loads(Paths(part.machine, part.knowledge), hops),
     )
 
@@ -167,10 +172,12 @@ def _code(text: str) -> Markup:
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(_visible(text)))))
 
 
-def drawing(subject: Machine | MachineModel | Plan, *, scheme: Scheme | None = None) -> str:
+def drawing(
+    subject: Machine | MachineModel | Plan, *, scheme: Scheme | None = None, narrow: bool = False
+) -> str:
     """Return an SVG file of a machine, or of a plan's rings on its machines.
 
-    Its colours are those of `scheme`, or follow the reader's.
+    Its colours are those of `scheme`, or follow the reader's. `narrow` is for a telephone's width.
     """
     check_type(subject, "subject", Machine, MachineModel, Plan)
     check_value(scheme, Scheme | None, where="`scheme`")
@@ -178,11 +185,12 @@ def drawing(subject: Machine | MachineModel | Plan, *, scheme: Scheme | None = N
         subject = subject.machine
     if isinstance(subject, Plan):
         lines, parts = description(subject).splitlines(), list[Part]()
+        lines = [part for line in lines for part in wrap(line, _NARROW if narrow else 200)]
         for number in range(len(subject.cluster.classes)):
             y = parts[-1].bottom if parts else _LINE * len(lines) + 8
-            parts += loaded_view(subject, number).parts(y)
+            parts += loaded_view(subject, number, narrow=narrow).parts(y)
     else:
-        lines, parts = [subject.name], node_view(subject).parts(_LINE + 8)
+        lines, parts = [subject.name], node_view(subject, narrow=narrow).parts(_LINE + 8)
     words = max(len(line) for line in lines) * 7.0
     return (
         templates()

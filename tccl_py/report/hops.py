@@ -18,6 +18,7 @@ from tccl_py.model.transfer import Flow
 from tccl_py.nccl.paths import path_types
 from tccl_py.nccl.transport import pair_mechanism
 from tccl_py.nccl.view import view
+from tccl_py.plan.chains import slowest_first
 from tccl_py.plan.plan import Plan
 from tccl_py.report.machine import Layout, Wire, depth, wires
 
@@ -215,8 +216,8 @@ def drawn_kinds(rings: Sequence[HopsView]) -> set[str]:
 class LinkLoad(msgspec.Struct, frozen=True):
     """The rate over a PCIe link in the busier direction, and the link's bandwidth, GB/s.
 
-    `capacity` is None where speed or width are not reported; `slowest` marks the fullest link of
-    the slowest hop's path.
+    `capacity` is None where speed or width are not reported; `slowest` marks the fullest link on
+    the path of the slowest hop, which texts name.
     """
 
     gbps: float
@@ -224,10 +225,12 @@ class LinkLoad(msgspec.Struct, frozen=True):
     slowest: bool = False
 
     @property
-    def level(self) -> int:
-        """The class of colours: 0 below half of the capacity, 1 below four fifths, else 2."""
-        share = self.gbps / self.capacity if self.capacity else 0.0
-        return (share >= 0.5) + (share >= 0.8)
+    def level(self) -> str:
+        """The class of colours: 0 below half of the capacity, 1 below four fifths, 2, unknown."""
+        if not self.capacity:
+            return "unknown"
+        share = self.gbps / self.capacity
+        return str((share >= 0.5) + (share >= 0.8))
 
     @property
     def words(self) -> str:
@@ -239,19 +242,16 @@ class LinkLoad(msgspec.Struct, frozen=True):
 def link_loads(paths: Paths, hops: Sequence[tuple[Flow, float]]) -> dict[str, LinkLoad]:
     """Return the load of each PCIe link, by the device below it, while all of `hops` run."""
     totals: dict[str, Counter[str]] = {"up": Counter(), "down": Counter()}
-    slowest = min((gbps for _, gbps in hops), default=0.0)
-    several = any(gbps > slowest for _, gbps in hops)
-    limiting = []
     for flow, gbps in hops:
         links = [
             passing for passing in paths.passes(flow) if passing.part.kind in ("own", "uplink")
         ]
         for link in links:
             totals[link.direction].update({link.part.device: gbps})
-        if several and gbps == slowest:
-            limiting.append([link.part.device for link in links])
     used = totals["up"] | totals["down"]
     capacities = {device: paths.machine.links[device].gbps for device in used}
     shares = {device: used[device] / (capacities[device] or math.inf) for device in used}
-    fullest = {max(devices, key=lambda device: shares[device]) for devices in limiting if devices}
-    return {key: LinkLoad(used[key], capacities[key], key in fullest) for key in used}
+    slowest, _ = min(hops, key=lambda hop: slowest_first(hop[1], hop[0]), default=(None, 0.0))
+    passed = [way.part.device for way in (paths.passes(slowest) if slowest else ())]
+    fullest = max(filter(used.__contains__, passed), key=lambda one: shares[one], default=None)
+    return {key: LinkLoad(used[key], capacities[key], key == fullest) for key in used}

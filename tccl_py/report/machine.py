@@ -118,9 +118,18 @@ def link_words(link: PciLink) -> tuple[str, str]:
     return first, f"x{link.lanes}" if link.lanes else ""
 
 
-def lay_out(machine: Machine, gpus: Collection[int] | None = None, *, number: int = 0) -> Layout:
-    """Place every device with a GPU or NIC below it; GPUs that are not in `gpus` are faint."""
-    tree = _Tree(machine, gpus)
+def lay_out(
+    machine: Machine,
+    gpus: Collection[int] | None = None,
+    *,
+    number: int = 0,
+    narrow: bool = False,
+) -> Layout:
+    """Place every device with a GPU or NIC below it; GPUs that are not in `gpus` are faint.
+
+    `narrow` is for a telephone's width.
+    """
+    tree = _Tree(machine, gpus, narrow=narrow)
     groups: dict[str, list[NumaNode]] = {}
     for node in sorted(machine.numa_nodes, key=lambda node: tree.order(node.id)):
         label = f"CPU of {node.id}" if node.socket is None else f"socket {node.socket}"
@@ -149,7 +158,7 @@ def lay_out(machine: Machine, gpus: Collection[int] | None = None, *, number: in
     for device, parent in machine.parents.items():
         if device in tree.boxes:
             box = tree.boxes[device]
-            generation, right = link_words(machine.links[device])
+            generation, right = ("", "") if narrow else link_words(machine.links[device])
             top = tree.boxes[parent].bottom
             x, y = box.middle, box.y
             lines.append(Stroke(kind="pci", x=x, top=top, bottom=y, left=generation, right=right))
@@ -168,8 +177,8 @@ def row_below(layout: Layout) -> Layout:
 class _Tree:
     """The devices that are drawn, their parents, and boxes as they are placed."""
 
-    def __init__(self, machine: Machine, gpus: Collection[int] | None) -> None:
-        self._machine, self._gpus = machine, gpus
+    def __init__(self, machine: Machine, gpus: Collection[int] | None, *, narrow: bool) -> None:
+        self._machine, self._gpus, self._narrow = machine, gpus, narrow
         leaves: tuple[Gpu | Nic, ...] = (*machine.gpus, *machine.nics)
         self._leaves = {leaf.id: leaf for leaf in leaves}
         # Each device with a GPU or NIC below it -> the lowest GPU index there.
@@ -201,6 +210,7 @@ class _Tree:
         if leaf is not None:
             count = len(self._machine.gpus)
             roomy = 124.0 if count <= 4 else 92.0 if count <= 8 else 58.0
+            roomy = 40.0 if self._narrow else roomy
             right = x + (roomy if isinstance(leaf, Gpu) else min(roomy, 58.0))
         else:
             right = x - _GAP / 2
@@ -225,7 +235,8 @@ class _Tree:
         """Return a device's kind, label, note and title."""
         leaf = self._leaves.get(device)
         if isinstance(leaf, Gpu):
-            note = fit_text(leaf.bus_id.removeprefix("0000:"), width - 4, 9.5)
+            place = "" if self._narrow else leaf.bus_id.removeprefix("0000:")
+            note = fit_text(place, width - 4, 9.5)
             return "gpu", leaf.id, note, f"{leaf.id} {leaf.name} {leaf.bus_id}"
         if isinstance(leaf, Nic):
             speed = f"{leaf.speed_mbps / 1000:g} Gb/s" if leaf.speed_mbps else "NIC"

@@ -18,7 +18,7 @@ from tccl_py.health.host import list_names
 from tccl_py.model.cluster import compress
 from tccl_py.model.machine import NumaNode
 from tccl_py.model.measurement import IN_DRY_RUN
-from tccl_py.nccl.settings import env_sh, environment
+from tccl_py.nccl.settings import GRAPH_VARIABLE, env_sh, environment
 from tccl_py.plan.chains import ChoiceName
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.size_choices import size_notes
@@ -74,6 +74,7 @@ def report_html(contents: Contents) -> str:
             mark=plan.provenance,
             notices=_notices(contents),
             variables=environment(plan.settings),
+            chosen=_chosen(plan),
             exports=env_sh(plan.plain_choice.settings),
             directory=_directory(contents),
             # Drawings
@@ -153,6 +154,12 @@ def _command(contents: Contents) -> str:
     if not plan.cluster.closes:
         return f". {directory}/nccl/env.sh"
     return f'eval "$(tccl env {directory} --gpus {gpu_list(plan.gpus)})"'
+
+
+def _chosen(plan: Plan) -> dict[str, str]:
+    """Return the variables of the recommended choice, the graph file by its place in the plan."""
+    graph = {GRAPH_VARIABLE: "nccl/graph.xml"} if plan.names_graph and plan.cluster.closes else {}
+    return environment(plan.job_settings) | graph
 
 
 def _node(contents: Contents, number: int) -> NodeView:
