@@ -218,7 +218,7 @@ def test_the_tables_of_versions_are_those_of_the_code(monkeypatch):
 def sentences(text: str) -> list[str]:
     """The sentences of paragraphs and lists, code as single words; no tables, no blocks."""
     text = re.sub(r"^( *)```.*?^\1```$", "", text, flags=re.M | re.S)
-    text = re.sub(r"^(\||#).*$", "", text, flags=re.M)
+    text = re.sub(r"^(\||#).*$|^ *<.*>$", "", text, flags=re.M)
     text = re.sub(r"`[^`]*`", "C", re.sub(r"\]\([^)]*\)", "]", text))
     parts = re.split(r"\n\s*\n|\n(?=\s*[-*] |\s*\d+\. )", text)
     return [one for part in parts for one in re.split(r"(?<=[.!?])\s+(?=[A-Z*\[])", part)]
@@ -238,7 +238,7 @@ def words_to_read(page: Path) -> int:
     """The words of a page outside of blocks and of what scripts write below their mark."""
     text = re.split(r"^<!-- (?:tables? )?by ", page.read_text(), maxsplit=1, flags=re.M)[0]
     text = re.sub(r"\A.*^<!-- above by .*?$", "", text, flags=re.M | re.S)
-    text = re.sub(r"^( *)```.*?^\1```$|^::: .*$", "", text, flags=re.M | re.S)
+    text = re.sub(r"^( *)```.*?^\1```$", "", text, flags=re.M | re.S)
     return len(text.split())
 
 
