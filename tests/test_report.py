@@ -359,7 +359,7 @@ def test_achieved_rates_are_shown_where_they_were_verified(tmp_path):
     found.keep(place)
     assert "verify.json is left out" in page_of(place).words
     default, graph = (
-        msgspec.structs.replace(arm, gbps=gbps)
+        msgspec.structs.replace(arm, achieved_gbps=gbps)
         for arm, gbps in zip(found.arms, (222.25, 301.5), strict=True)
     )
     on_gpus = msgspec.structs.replace(found, backend="cuda", arms=(default, graph))

@@ -320,7 +320,7 @@ def advise(
 
     Idle GPUs are measured for 40 s at most, and the host is examined. With MACHINE, or FILEs as
     people paste them, a model answers, anywhere. Of a log or a table of rates it says what
-    happened. With --workload it names other means, as measured (--means) in a plan's directory.
+    happened. With --workload it names other means, as measured in a plan's directory.
 
     Examples:
 
