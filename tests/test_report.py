@@ -370,7 +370,7 @@ def test_achieved_rates_are_shown_where_they_were_verified(tmp_path):
     assert "301.50" in words
     assert "222.25" in words
     assert words.count(", achieved") >= 2
-    failed = msgspec.structs.replace(graph, gbps=None, failure="rank 1 ended with code 1")
+    failed = msgspec.structs.replace(graph, achieved_gbps=None, failure="rank 1 ended with code 1")
     asked = msgspec.structs.replace(on_gpus, arms=(default, failed), chosen="graph")
     asked.keep(place)
     assert "rank 1 ended" in page_of(place).words
