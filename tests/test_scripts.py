@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from scripts import plan_cost
-
 SCRIPTS = sorted((Path(__file__).parents[1] / "scripts").glob("*.py"))
 
 
@@ -22,8 +20,3 @@ def test_a_script_imports_names_that_are_there(path, monkeypatch):
             for alias in node.names:
                 if not hasattr(module, alias.name):
                     importlib.import_module(f"{node.module}.{alias.name}")
-
-
-def test_the_phases_whose_cost_is_counted_are_the_planners():
-    modules = (plan_cost.planner, plan_cost.parts)
-    assert all(any(hasattr(one, name) for one in modules) for name in plan_cost.PHASES)

@@ -5,10 +5,7 @@ import functools
 import itertools
 import json
 import math
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -591,24 +588,6 @@ def test_an_entry_that_harms_by_the_plugin_at_or_between_its_sizes_does_not_stay
     assert whole.entries == ()
     assert not any(row.kept for row in whole.rows)
     assert "tune 0,1,2,3 all_reduce" not in (tmp_path / "nccl" / "plugin.index").read_text()
-
-
-@pytest.mark.parametrize("words", [["nowhere"], ["{plan}", "--rounds", "5"], ["{plan}"]])
-def test_the_decode_benchmark_says_what_it_needs(tmp_path, words):
-    write_plan(plan_of(SMALL), tmp_path)
-    root = Path(__file__).parent.parent
-    done = subprocess.run(
-        [sys.executable, "-m", "scripts.benchmark_decode"]
-        + [word.format(plan=tmp_path) for word in words],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode != 0
-    assert "Traceback" not in done.stderr
-    assert done.stderr.startswith("benchmark-decode: ")
 
 
 def test_a_plan_for_another_nccl_gets_no_table_and_keeps_its_rows(tmp_path):

@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 
 _SETS = DEFAULT_BUDGET.sets or 1
 HOST_SETS = 1250
-"""At 30 a second they take most of the minute in which 8 GPUs are planned: `scripts/plan-cost`."""
+"""At 30 a second they take most of the minute in which 8 GPUs are planned."""
 _DRY_SETS = 40
 _IN_JOB = ("under mpirun or srun", "needs no ranks", "start the command by itself")
 _FOR_ONE = ("", "is about several nodes", f"add --simulate MACHINE --nodes N, or {UNDER_MPI}")
