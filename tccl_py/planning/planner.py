@@ -209,7 +209,12 @@ class OneHost:
         variables = search.own["variables"]
         best = _final(task, variables, search.best)
         self.sets_by_symmetry = sum(result.sets_by_symmetry for result in search.results)
-        plan = assemble_plan(
+        self.choices = {"default": variables, **search.own, "graph": best}
+        searched = sorted(search.searched, key=lambda choice: -choice.rate_gbps)
+        # Over NVLink through another GPU default NCCL may be faster than what has a rate.
+        default_view = task.view(task.default_settings)
+        relays = not ("default" in search.own or default_view.by_network or default_view.unsound)
+        return assemble_plan(
             self.cluster,
             self.gpus,
             best,
@@ -220,14 +225,6 @@ class OneHost:
             simulated=task.source.simulated,
             dry_run=task.source.dry_run,
             cancelled=search.cancelled,
-        )
-        self.choices = {"default": variables, **search.own, "graph": best}
-        searched = sorted(search.searched, key=lambda choice: -choice.rate_gbps)
-        # Over NVLink through another GPU default NCCL may be faster than what has a rate.
-        default_view = task.view(task.default_settings)
-        relays = not ("default" in search.own or default_view.by_network or default_view.unsound)
-        return msgspec.structs.replace(
-            plan,
             alternatives=tuple(choice.as_choice("graph") for choice in searched),
             winner="default" if relays else None,
         )

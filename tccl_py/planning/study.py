@@ -278,9 +278,7 @@ def assemble_plan(
     *,
     views: Sequence[NcclView],
     notices: Iterable[str],
-    simulated: bool,
-    dry_run: bool,
-    cancelled: bool,
+    **more: Any,
 ) -> Plan:
     """Return the plan of the best rings; the counts of sets are left 0.
 
@@ -292,9 +290,7 @@ def assemble_plan(
         request: what was asked for.
         views: NCCL's view of a host of each class.
         notices: for the plan.
-        simulated: whether rates are simulated.
-        dry_run: whether they are of host memory.
-        cancelled: whether the search was interrupted.
+        more: further fields of the plan.
     """
     of_hosts = best.hosts
     if best.measurement is not None:
@@ -325,15 +321,13 @@ def assemble_plan(
         paths=tuple(paths),
         settings_verified=version_facts(version).verified,
         proven=is_at_bound(best.rate_gbps, bound) and not best.bound_assumptions,
-        simulated=simulated,
-        dry_run=dry_run,
         strategy=strategy_name(request.strategy),
         sets_measured=0,
         sets_remembered=0,
         sets_by_symmetry=0,
         notices=(*notices, *filter(None, [say_unchecked(version)]), *other_count),
         pinned_env=dict(request.pinned_env),
-        cancelled=cancelled,
+        **more,
     )
     # The rings of its channels follow from the paths.
     return plan.with_choice("graph", settings=best.settings)
