@@ -122,7 +122,7 @@ class Job:
     @cached_property
     def vllm(self) -> Any:
         """The custom all-reduce of vLLM."""
-        module = _imported("vllm.distributed.device_communicators.custom_all_reduce")
+        module = _import_installed("vllm.distributed.device_communicators.custom_all_reduce")
         made = module.CustomAllreduce(self.on.dist.group.WORLD, self.on.device)
         getattr(made, "finalize_p2p", lambda: None)()
         return refuse("vLLM disables its custom all-reduce here") if made.disabled else made
@@ -130,7 +130,7 @@ class Job:
     @cached_property
     def flashinfer(self) -> tuple[Any, Any]:
         """FlashInfer's module of all-reduces, and a workspace for the largest row."""
-        module, backend = map(_imported, ("flashinfer.comm", "flashinfer.comm.mnnvl"))
+        module, backend = map(_import_installed, ("flashinfer.comm", "flashinfer.comm.mnnvl"))
         group, kind = self.on.dist.group.WORLD, self.on.torch.bfloat16
         most = max(row.bytes for row in self.spec.rows) // (2 * _WIDTH) or 1
         made = module.create_allreduce_fusion_workspace(
@@ -145,7 +145,7 @@ _WIDTH = 4096
 """Elements of a token, in which FlashInfer counts."""
 
 
-def _imported(name: str) -> Any:
+def _import_installed(name: str) -> Any:
     package = name.partition(".")[0]
     if importlib.util.find_spec(package) is None:
         refuse(f"{package} is not installed")

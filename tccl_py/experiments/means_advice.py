@@ -79,7 +79,7 @@ def means_lines(workload: str, links: Links, table: MeansTable | None) -> Lines:
         if not row.beside_gemm
     ]
     if table is None or not rows:
-        yield from _published(collective, links)
+        yield from _published_lines(collective, links)
         yield "Measure", "`tccl plan DIR`, `tccl verify DIR --means`: which means is best here"
         return
     dry = " (a DRY RUN over gloo)" * table.dry_run
@@ -105,7 +105,7 @@ def _span_words(rows: Sequence[MeansRow], name: str) -> str:
     return f"{_sizes_words(sizes)}: {name}, {_range_words([r.best_us for r in rows])}{nccl}"
 
 
-def _published(collective: Collective, links: Links) -> Lines:
+def _published_lines(collective: Collective, links: Links) -> Lines:
     known = _known()
     for one in known.published:
         if (one.collective, one.links) == (collective, links):

@@ -319,7 +319,8 @@ def make_plan(
         gpus: NVML indices of the GPUs to join, or text as `0-3`; None is all.
         version: NCCL's version.
         ring_counts: how many rings a set may have; None is 1, 2 and, up to 8 GPUs, 4.
-        strategy: of the search: a name in `STRATEGIES`, or a function as `find_rings` takes it.
+        strategy: of the search: a name in `STRATEGIES`, or a function with the signature of
+            `find_rings`.
         budget: for the whole plan. Half of the sets is for the search under settings; default NCCL
             and variables take half at most. A quarter is left for the bound, an eighth for the rest
             and smaller sets of GPUs.
@@ -374,14 +375,19 @@ def make_cluster_plan(
         sources: a source for each class, which answers sets of a host; flows over the network have
             only the host's part: `G3->N0->N0` leaves it, `N0->N0->G0` enters it. None has `kept`.
         kept: tables of classes measured earlier, taken in their searches' place.
-        version, strategy, reporter, pinned_env: as `make_plan`.
+        version: NCCL's version.
         ring_counts: possible numbers of rings; None is 1, 2 and 4, and one for each NIC.
         budget: of sets, for each class; half of them is for the chains over all GPUs, and of these
             half at least for chains shared by all classes. Tuning settings and measuring the result
             come on top. Of the seconds half is for the classes, and a quarter for `tables`. They
             are doubled where in that time no settings were rated on all classes.
+        strategy: of the search: a name in `STRATEGIES`, or a function with the signature of
+            `find_rings`.
         keep_order: leave the hosts in the given order.
         ib_gid_index: the address of RoCE ports for NCCL; None is NCCL's own choice.
+        reporter: watches; KeyboardInterrupt ends the search with the best so far.
+        pinned_env: NCCL_P2P_DISABLE or NCCL_P2P_LEVEL with the value that all jobs have, with the
+            plan or without.
         gpus_per_job: sets of GPUs that `tables` are for, beside all, as `job_gpus` reads them.
         tables: a list that takes the tables of every class; None makes none. The other sets of GPUs
             share the other half of the budget.

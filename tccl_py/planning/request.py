@@ -87,7 +87,7 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     ring_counts: tuple[Annotated[int, msgspec.Meta(ge=1)], ...] | None = None
     """How many rings a set may have."""
     strategy: str | Strategy = "best-first"
-    """Of the search: a name in `STRATEGIES`, or a function as `find_rings` takes it."""
+    """Of the search: a name in `STRATEGIES`, or a function with the signature of `find_rings`."""
     budget: Budget = DEFAULT_BUDGET
     """Of the whole plan; over several hosts sets are of each class."""
     subsets: bool | None = None
@@ -376,10 +376,19 @@ def search_problem(
     ring_counts: Sequence[int] = (1,),
     budget: Budget = Budget(),  # noqa: B008 (is frozen)
 ) -> SearchProblem:
-    """Return the search for rings under one choice of settings, as `find_rings` takes it.
+    """Return the search for rings under one choice of settings, for `find_rings`.
 
-    Args as `make_plan`; settings None are NCCL's defaults. Raises InputError: unknown GPUs, fewer
-    than two, or settings that the version of NCCL does not have.
+    Args:
+        machine: the node.
+        knowledge: what is known of it beyond structure.
+        source: answers transfer sets.
+        settings: NCCL's; None is its defaults.
+        gpus: NVML indices of the GPUs to join, or text as `0-3`; None is all.
+        ring_counts: how many rings a set may have.
+        budget: limits of sets and seconds.
+
+    Raises InputError: unknown GPUs, fewer than two, or settings that the version of NCCL does not
+    have.
     """
     check_type(machine, "machine", Machine)
     check_type(knowledge, "knowledge", Knowledge)

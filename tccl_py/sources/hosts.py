@@ -44,7 +44,8 @@ def open_hosts(
 
     Args:
         job: what `join_job` gives the controller; the other ranks call `job.serve()`.
-        backend, devices: of each host, as `measured_machine` takes them.
+        backend: of each host: `cuda` (the default), or `host` for a dry run in host memory.
+        devices: number of devices of the host backend.
         interfaces: names of network interfaces, as `eth0,eth1`, to use as NICs; None is all ports
             of the network cards.
         options: of measurements.

@@ -52,7 +52,9 @@ def open_source(
         machine: a model to simulate (a bundled name, a file, or a MachineModel), a plan's
             directory, or what `measured_machine` gave; None is this host. A bundled name comes
             before a directory; `Path` names the directory.
-        backend, devices: of this host, as `measured_machine` takes them; not beside a machine.
+        backend: of this host, not beside a machine: `cuda` (the default), or `host` for a dry run
+            in host memory.
+        devices: number of devices of the host backend.
         gpus: indices of the GPUs that sets will name; None is all, hidden from jobs or not.
         options: of measurements; not of simulations.
         noise, seed: relative standard deviation of simulated samples, 0 to 1, and its seed.
