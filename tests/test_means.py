@@ -14,6 +14,7 @@ from tccl_py.experiments.jobs import HostRanks, Launcher, LocalRunner
 from tccl_py.experiments.means import MEANS, NCCL
 from tccl_py.experiments.means_advice import links_of, means_lines
 from tccl_py.experiments.means_table import (
+    CALLS,
     MeansRow,
     MeansTable,
     best_means,
@@ -79,15 +80,10 @@ def test_copies_through_host_memory_and_nccl_give_right_values_in_every_row(targ
     found = measure_means(target, own, seconds=0.1, sizes=(65536, MIB), known=known)
     assert found.out == {} and found.dry_run
     for row in found.rows:
-        able = {name for name in known if row.collective in known[name].collectives}
+        able = set(known) if "all-reduce" not in row.calls else {NCCL}
         assert set(row.us) == able
-        assert set(row.gemm) == (able if row.beside_gemm else set())
-    assert {row.collective for row in found.rows} == {
-        "all_reduce",
-        "send",
-        "send_recv",
-        "all_gather",
-    }
+        assert set(row.gemm) == (able if "beside" in row.calls else set())
+    assert set(CALLS.values()) <= {row.calls for row in found.rows}
     assert found.keep(target.directory) == MeansTable.load(target.directory)
 
 
@@ -158,23 +154,24 @@ def on_gpus(jobs, **environment):
 
 
 def test_recorded_rows_decide_by_size_and_default_nccl_stays_where_it_is_as_good(target):
-    found = measure_means(proven(target), on_gpus(Recorded(RECORDED)), seconds=1e3)
-    best = {row.bytes: row.best for row in found.rows if row.mode == "graph"}
+    jobs = Recorded(RECORDED)
+    found = measure_means(proven(target), on_gpus(jobs), seconds=1e3)
+    graphs = {row.bytes: row for row in found.rows if row.calls == CALLS["all_reduce"]}
+    best = {size: row.best for size, row in graphs.items()}
     assert (best[4096], best[256 << 10], best[64 * MIB]) == ("one-shot", "two-shot", NCCL)
     # The fastest at 64 MiB is not 2 % faster.
-    (last,) = (row for row in found.rows if (row.mode, row.bytes) == ("graph", 64 * MIB))
-    assert (last.best_us, last.default_us) == (last.us[NCCL],) * 2
-    assert last.us["two-shot"] < last.best_us
+    last = graphs[64 * MIB]
+    assert (last.best, last.us["two-shot"] < last.us[NCCL]) == (NCCL, True)
     regret = found.regrets["all-reduce in a CUDA graph"]
     assert regret["one-shot"][1] == pytest.approx(2.956, rel=0.01)
     assert 0 < regret["two-shot"][0] < 1
     assert found.out["multimem"] == "cannot run: NVLink has no multicast here"
     assert found.out["flashinfer"] == "hangs: all-reduce of 4 KiB did not end in 20 s"
-    assert {row.gemm[NCCL] for row in found.rows if row.beside_gemm} == {1.25}
+    assert {row.gemm[NCCL] for row in found.rows if "beside" in row.calls} == {1.25}
     # 160 all-reduces of 512 KiB, between sizes that were timed, and a gather.
-    best, default = found.workloads["tensor-parallel-decode"]
-    assert 0.0002 < best < default < 0.02
-    assert found.rounds == 3
+    step = found.workloads["tensor-parallel-decode"]
+    assert 0.0002 < step["best"] < step[NCCL] < 0.02
+    assert [name for name, _ in jobs.jobs].count("host-copies") == 3
 
 
 @pytest.mark.parametrize(
@@ -193,7 +190,7 @@ def test_means_that_need_p2p_do_not_run_where_it_is_not_proven(target, verdict, 
     found = measure_means(target, on_gpus(jobs, **variables), seconds=1e-9)
     assert {name for name, _ in jobs.jobs} == {NCCL, "host-copies"}
     assert {words in found.out[name] for name in KNOWN_P2P} == {True}
-    assert found.rounds == 1
+    assert [name for name, _ in jobs.jobs].count("host-copies") == 1
 
 
 KNOWN_P2P = [name for name, one in MEANS.items() if one.p2p]
@@ -252,7 +249,7 @@ def test_a_table_of_the_machine_answers_by_size_with_the_flags_of_servers(target
     found = measure_means(proven(target), on_gpus(Recorded(RECORDED)), seconds=1e-9)
     lines = [*means_lines("tensor-parallel-decode", "nvlink", found)]
     spans = [text for name, text in lines if name == "By size"]
-    assert spans[0].startswith("4 KiB to 64 KiB: one-shot, 5.4 to 11.6 us, default NCCL 20.1 to")
+    assert spans[0].startswith("4 KiB to 64 KiB: one-shot 5.4 to 11.6 us, default NCCL 20.1 to")
     assert spans[1].startswith("256 KiB to 1 MiB: two-shot")
     (told,) = (text for name, text in lines if name == "SGLang")
     assert "is off; for one-shot: its own one-shot kernel" in told
@@ -270,16 +267,16 @@ def test_the_flags_of_every_means_for_all_reduce_are_known():
     decode = (name for name, one in MEANS.items() if "all_reduce" in one.collectives)
     for name in decode:
         row = MeansRow(
-            collective="all_reduce", bytes=65536, mode="graph", beside_gemm=False, best=name,
-            default_us=2.0, us={name: 1.0}, spread={name: (1.0, 1.0)}, gemm={},
+            calls=CALLS["all_reduce"], bytes=65536, best=name, us={name: 1.0},
+            spread={name: (1.0, 1.0)}, gemm={},
         )  # fmt: skip
         table = msgspec.structs.replace(TABLE, rows=(row,))
         assert len([*means_lines("tensor-parallel-decode", "nvlink", table)]) == 3
 
 
 TABLE = MeansTable(
-    machine="box", gpus=(0, 1), backend="cuda", rows=(), regrets={}, workloads={}, out={},
-    environments={}, rounds=1, versions={}, devices=(), seconds=1.0,
+    machine="box", backend="cuda", rows=(), regrets={}, workloads={}, out={}, versions={},
+    devices=(), seconds=1.0,
 )  # fmt: skip
 
 
@@ -328,7 +325,7 @@ def test_default_nccl_that_hangs_or_is_wrong_is_a_no(verify):
     hangs = {**RECORDED, NCCL: "error: hangs: all-reduce of 4 KiB did not end in 20 s"}
     found = verify(hangs, "--sizes", "4K", "--json")
     assert found.exit_code == 1
-    assert {row["default_us"] for row in json.loads(found.stdout)["rows"]} == {None}
+    assert all("nccl" not in row["us"] for row in json.loads(found.stdout)["rows"])
 
 
 @pytest.mark.parametrize("words", [["--tune"], ["--all"], ["--choice", "graph"], ["--sizes", "3"]])

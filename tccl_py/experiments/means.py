@@ -29,7 +29,7 @@ from tccl_py.experiments.calls import (
     time_calls,
 )
 from tccl_py.experiments.collectives import COLLECTIVE_WORDS, COLLECTIVES, Collective
-from tccl_py.experiments.copies import Copies, Ends, piece_count
+from tccl_py.experiments.copies import Copies, Ends
 from tccl_py.experiments.spec import BATCHES, MIB, JobSpec, Row, RowTimes, batches
 from tccl_py.experiments.together import run_beside
 from tccl_py.rank_processes.rank import Communicator
@@ -60,47 +60,12 @@ def refuse(why: str) -> NoReturn:
     sys.exit(f"error: {why}")
 
 
-class Task(NamedTuple):
-    """A row for a means: its ranks, the formula of its values, and buffers for each call."""
-
-    row: Row
-    on: Communicator
-    """The ranks of the row's communicator or, of transfers, of the group of this rank."""
-    tensors: Tensors
-    sent: list[Any]
-    received: list[Any]
-    """A means may replace them by its own."""
-
-    @property
-    def ends(self) -> Ends:
-        """Return the ranks that this rank sends to, and those that it receives from."""
-        ranks, place = self.on.members, self.on.place
-        others = [*ranks[place + 1 :], *ranks[:place]]
-        if self.gathers:
-            return others, others
-        one_way = self.row.collective == "send"
-        return others[: place == 0 or not one_way], others[-1:] * (place == 1 or not one_way)
-
-    def block(self, received: Any, writer: int) -> Any:
-        """Return where a received buffer has what a rank sends."""
-        first, length = self.on.members.index(writer) * self.tensors.length, self.tensors.length
-        return received[first : first + length] if self.gathers else received
-
-    def each(self, call: Call) -> list[Call]:
-        """Return a call of each sent and received buffer."""
-        return [partial(call, *pair) for pair in zip(self.sent, self.received, strict=True)]
-
-    @property
-    def gathers(self) -> bool:
-        """Return whether each rank has a block of what is received."""
-        return self.row.collective == "all_gather"
-
-
 class Job:
-    """What the rows of a rank share: memory that all ranks map, made when a row needs it."""
+    """What the rows of a rank share, made when a row needs it."""
 
     def __init__(self, communicator: Communicator, spec: JobSpec) -> None:
-        self.on, self.spec = communicator, spec
+        self.on, self.group = communicator, communicator.dist.group.WORLD
+        self.rows, self._nodes = spec.rows, spec.nodes
 
     @cached_property
     def symmetric(self) -> tuple[Any, Any]:
@@ -108,41 +73,38 @@ class Job:
         if not self.on.cuda:
             refuse("needs GPUs")
         memory = importlib.import_module("torch.distributed._symmetric_memory")
-        size = max(row.bytes * calls_in_batch(row) for row in self.spec.rows)
-        kind, device = self.on.torch.bfloat16, self.on.device
-        buffer = memory.empty(size // 2, dtype=kind, device=device)
-        return buffer, memory.rendezvous(buffer, self.on.dist.group.WORLD)
+        size = max(row.bytes * calls_in_batch(row) for row in self.rows)
+        buffer = memory.empty(size // 2, dtype=self.on.torch.bfloat16, device=self.on.device)
+        return buffer, memory.rendezvous(buffer, self.group)
 
     @cached_property
     def copies(self) -> Copies:
-        """Copies by copy engines, with host memory for the largest piece, in whole pages."""
-        pieces = (-(-row.bytes // piece_count(row.bytes)) for row in self.spec.rows)
-        return Copies(self.on, -(-max(pieces) // 4096) * 4096, self.spec.nodes)
+        """Copies by copy engines."""
+        return Copies(self.on, max(row.bytes for row in self.rows), self._nodes)
 
     @cached_property
     def vllm(self) -> Any:
         """The custom all-reduce of vLLM."""
         module = _import_installed("vllm.distributed.device_communicators.custom_all_reduce")
-        made = module.CustomAllreduce(self.on.dist.group.WORLD, self.on.device)
+        made = module.CustomAllreduce(self.group, self.on.device)
         getattr(made, "finalize_p2p", lambda: None)()
         return refuse("vLLM disables its custom all-reduce here") if made.disabled else made
 
     @cached_property
-    def flashinfer(self) -> tuple[Any, Any]:
-        """FlashInfer's module of all-reduces, and a workspace for the largest row."""
+    def flashinfer(self) -> Call:
+        """FlashInfer's all-reduce of tokens of _WIDTH elements."""
         module, backend = map(_import_installed, ("flashinfer.comm", "flashinfer.comm.mnnvl"))
-        group, kind = self.on.dist.group.WORLD, self.on.torch.bfloat16
-        most = max(row.bytes for row in self.spec.rows) // (2 * _WIDTH) or 1
-        made = module.create_allreduce_fusion_workspace(
-            backend="trtllm", world_size=self.on.world, rank=self.on.rank, max_token_num=most,
-            hidden_dim=_WIDTH, dtype=kind, comm_backend=backend.TorchDistBackend(group=group),
-            group=group,
+        workspace = module.create_allreduce_fusion_workspace(
+            backend="trtllm", world_size=self.on.world, rank=self.on.rank, hidden_dim=_WIDTH,
+            max_token_num=max(row.bytes for row in self.rows) // (2 * _WIDTH) or 1,
+            dtype=self.on.torch.bfloat16, group=self.group,
+            comm_backend=backend.TorchDistBackend(group=self.group),
         )  # fmt: skip
-        return module, made
+        pattern = module.AllReduceFusionPattern.kAllReduce
+        return partial(module.allreduce_fusion, workspace=workspace, pattern=pattern)
 
 
 _WIDTH = 4096
-"""Elements of a token, in which FlashInfer counts."""
 
 
 def _import_installed(name: str) -> Any:
@@ -150,6 +112,51 @@ def _import_installed(name: str) -> Any:
     if importlib.util.find_spec(package) is None:
         refuse(f"{package} is not installed")
     return importlib.import_module(name)
+
+
+class Task:
+    """A row for a means: its ranks, the formula of its values, and buffers for each call.
+
+    `on` are the ranks of the row's communicator or, of transfers, of this rank's group. A means may
+    put other buffers into `sent` and `received`.
+    """
+
+    def __init__(self, job: Job, row: Row) -> None:
+        mine = (group for group in row.groups if job.on.rank in group)
+        members = next(mine, (job.on.rank,)) if row.groups else job.on.members
+        self.on, self.row = dataclasses.replace(job.on, members=members), row
+        self.gathers = row.collective == "all_gather"
+        self.length = row.bytes // (ELEMENT_BYTES[row.dtype] * (len(members) ** self.gathers))
+        self.tensors = Tensors(self.on, getattr(job.on.torch, row.dtype), self.length, False)
+        count = range(calls_in_batch(row) if job.on.cuda else _DRY_CALLS)
+        self.sent = [self.tensors.own() for _ in count]
+        self.received = [self.tensors.empty(len(members) ** self.gathers) for _ in count]
+
+    @property
+    def ends(self) -> Ends:
+        """Return the ranks that this rank sends to, and those that it receives from."""
+        ranks, place, one_way = self.on.members, self.on.place, self.row.collective == "send"
+        others = [*ranks[place + 1 :], *ranks[:place]]
+        if self.gathers:
+            return others, others
+        return others[: place == 0 or not one_way], others[-1:] * (place == 1 or not one_way)
+
+    def block(self, received: Any, writer: int) -> Any:
+        """Return where a received buffer has what a rank sends."""
+        first = self.on.members.index(writer) * self.length
+        return received[first : first + self.length] if self.gathers else received
+
+    def each(self, call: Call) -> list[Call]:
+        """Return a call of each sent and received buffer."""
+        return [partial(call, *pair) for pair in zip(self.sent, self.received, strict=True)]
+
+    def each_new(self, call: Call) -> list[Call]:
+        """Return a call of each sent buffer that returns what is received."""
+
+        def keep(at: int) -> None:
+            self.received[at] = call(self.sent[at])
+
+        return [partial(keep, at) for at in range(len(self.sent))]
 
 
 Prepare = Callable[[Job, Task], Sequence[Call] | None]
@@ -170,61 +177,40 @@ def _nccl(_: Job, task: Task) -> Sequence[Call]:
         return [lambda: None]
     if name == "all_reduce":
         task.received[:] = task.sent
-        held: list[list[Any]] = [[buffer] for buffer in task.sent]
-    else:
-        held = [list(pair) for pair in zip(task.received, task.sent, strict=True)]
-    root = on.members[0]
-    return [call_of(on, name, buffers, on.members, root=root) for buffers in held]
+    count = len(COLLECTIVES[name].buffers)
+    held = ([into, of][:count] for into, of in zip(task.received, task.sent, strict=True))
+    return [call_of(on, name, each, on.members, root=on.members[0]) for each in held]
 
 
 def _one_shot(job: Job, task: Task) -> Sequence[Call]:
-    part, operations, group = _symmetric(job, task)
+    part, group = job.symmetric[0][: task.length], job.group.group_name
+    reduce = job.on.torch.ops.symm_mem.one_shot_all_reduce_copy_out
+    return task.each(lambda sent, received: reduce(part, sent, "sum", group, received))
+
+
+def _in_place(operation: str, job: Job, task: Task) -> Sequence[Call] | None:
+    """Prepare an operation whose buffer is copied into and out of, as vLLM does."""
+    part, reduce = job.symmetric[0][: task.length], getattr(job.on.torch.ops.symm_mem, operation)
+    if "multimem" in operation and not job.symmetric[1].multicast_ptr:
+        refuse("NVLink has no multicast here")
 
     def call(sent: Any, received: Any) -> None:
-        operations.one_shot_all_reduce_copy_out(part, sent, "sum", group, received)
+        part.copy_(sent)
+        reduce(part, "sum", job.group.group_name)
+        received.copy_(part)
 
-    return task.each(call)
-
-
-def _symmetric(job: Job, task: Task) -> tuple[Any, Any, str]:
-    """Return a row's part of symmetric memory, torch's operations on it, and its group."""
-    part = job.symmetric[0][: task.tensors.length]
-    return part, job.on.torch.ops.symm_mem, job.on.dist.group.WORLD.group_name
-
-
-def _reduced_in_place(operation: str) -> Prepare:
-    """Return how an operation is prepared whose buffer is copied into and out of, as vLLM does."""
-
-    def prepare(job: Job, task: Task) -> Sequence[Call] | None:
-        part, operations, group = _symmetric(job, task)
-        if operation == "multimem_all_reduce_" and not job.symmetric[1].multicast_ptr:
-            refuse("NVLink has no multicast here")
-        if task.row.bytes % (16 * task.on.world):
-            return None
-        reduce = getattr(operations, operation)
-
-        def call(sent: Any, received: Any) -> None:
-            part.copy_(sent)
-            reduce(part, "sum", group)
-            received.copy_(part)
-
-        return task.each(call)
-
-    return prepare
+    return None if task.row.bytes % (16 * task.on.world) else task.each(call)
 
 
 def _peer_copies(job: Job, task: Task) -> Sequence[Call]:
     buffer, handle = job.symmetric
-    size = task.received[0].numel()
+    size, ends, rank = task.received[0].numel(), task.ends, job.on.rank
     first = range(0, size * len(task.received), size)
     task.received[:] = [buffer[at : at + size] for at in first]
 
-    ends, rank = task.ends, job.on.rank
-
     def call_at(at: int, sent: Any, received: Any) -> Call:
         others = [handle.get_buffer(reader, (size,), buffer.dtype, at) for reader in ends[0]]
-        places = [task.block(other, rank) for other in others]
-        places += [task.block(received, rank)] if task.gathers else []
+        places = [task.block(one, rank) for one in (*others, *[received] * task.gathers)]
         return lambda: job.copies.to_peers(ends, sent, places)
 
     return [call_at(*of) for of in zip(first, task.sent, task.received, strict=True)]
@@ -240,28 +226,14 @@ def _host_copies(job: Job, task: Task) -> Sequence[Call]:
 
 
 def _vllm(job: Job, task: Task) -> Sequence[Call] | None:
-    made = job.vllm
-    if not made.should_custom_ar(task.sent[0]):
-        return None
-
-    def call(at: int) -> None:
-        task.received[at] = made.custom_all_reduce(task.sent[at])
-
-    return [partial(call, at) for at in range(len(task.sent))]
+    fits = job.vllm.should_custom_ar(task.sent[0])
+    return task.each_new(job.vllm.custom_all_reduce) if fits else None
 
 
 def _flashinfer(job: Job, task: Task) -> Sequence[Call] | None:
-    module, workspace = job.flashinfer
-    if task.tensors.length % _WIDTH:
-        return None
-    pattern = module.AllReduceFusionPattern.kAllReduce
-
-    def call(at: int) -> None:
-        held = task.sent[at].view(-1, _WIDTH)
-        made = module.allreduce_fusion(input=held, workspace=workspace, pattern=pattern)
-        task.received[at] = made.view(-1)
-
-    return [partial(call, at) for at in range(len(task.sent))]
+    reduce = job.flashinfer
+    made = task.each_new(lambda sent: reduce(input=sent.view(-1, _WIDTH)).view(-1))
+    return None if task.length % _WIDTH else made
 
 
 _REDUCES: tuple[Collective, ...] = ("all_reduce",)
@@ -269,8 +241,8 @@ _MOVES: tuple[Collective, ...] = ("send", "send_recv", "all_gather")
 MEANS: dict[str, Means] = {
     NCCL: Means((*_REDUCES, *_MOVES), _nccl, p2p=False),
     "one-shot": Means(_REDUCES, _one_shot),
-    "two-shot": Means(_REDUCES, _reduced_in_place("two_shot_all_reduce_")),
-    "multimem": Means(_REDUCES, _reduced_in_place("multimem_all_reduce_")),
+    "two-shot": Means(_REDUCES, partial(_in_place, "two_shot_all_reduce_")),
+    "multimem": Means(_REDUCES, partial(_in_place, "multimem_all_reduce_")),
     "vllm": Means(_REDUCES, _vllm),
     "flashinfer": Means(_REDUCES, _flashinfer),
     "peer-copies": Means(_MOVES, _peer_copies),
@@ -286,7 +258,7 @@ def time_means(communicator: Communicator, spec: JobSpec) -> Iterator[RowTimes]:
         late = threading.Timer(ROW_S, _end_late, [row])
         late.daemon = True
         late.start()
-        yield _time_row(job, prepare, row)
+        yield _time_row(job, prepare, Task(job, row))
         late.cancel()
 
 
@@ -297,13 +269,11 @@ def _end_late(row: Row) -> None:
     os._exit(1)
 
 
-def _time_row(job: Job, prepare: Prepare, row: Row) -> RowTimes:
-    task = _task(job.on, row)
-    calls, wait = prepare(job, task), job.on.wait
+def _time_row(job: Job, prepare: Prepare, task: Task) -> RowTimes:
+    row, calls, faults = task.row, prepare(job, task), dict[str, None]()
     if calls is None:
         return batches(row, ())
-    expected = COLLECTIVES[row.collective].expected(task.tensors)
-    own, faults = task.sent[0].clone(), dict[str, None]()
+    expected, own = COLLECTIVES[row.collective].expected(task.tensors), task.sent[0].clone()
 
     def refill() -> None:
         for buffer in task.received:
@@ -312,7 +282,7 @@ def _time_row(job: Job, prepare: Prepare, row: Row) -> RowTimes:
             buffer.copy_(own)
 
     def compare() -> None:
-        wait()
+        job.on.wait()
         for buffer in task.received if expected is not None else ():
             faults.update(dict.fromkeys(filter(None, [task.tensors.compare(buffer, expected)])))
 
@@ -320,7 +290,7 @@ def _time_row(job: Job, prepare: Prepare, row: Row) -> RowTimes:
         for call in calls:
             call()
 
-    seconds, gemms = list[float](), list[float]()
+    measured = list[tuple[float, ...]]()
     with ExitStack() as stack:
         # The first calls connect the ranks, and are compared as well.
         every()
@@ -330,35 +300,13 @@ def _time_row(job: Job, prepare: Prepare, row: Row) -> RowTimes:
             # Both: while a GPU fills, the host launches what is timed.
             timed = stack.enter_context(capture_graph(job.on, every))
             fill = stack.enter_context(capture_graph(job.on, refill))
-
-        def lead() -> None:
-            timed()
-            fill()
-
-        if row.beside:
-            for together, gemm in run_beside(job.on, timed, refill):
-                seconds.append(together)
-                gemms.append(gemm)
-                compare()
-        for _ in range(0 if row.beside else BATCHES):
-            seconds.append(time_calls(job.on, lead, timed))
+        alone = ((time_calls(job.on, lambda: (timed(), fill()), timed),) for _ in range(BATCHES))
+        for each in run_beside(job.on, timed, refill) if row.beside else alone:
+            measured.append(each)
             compare()
         job.on.dist.barrier()
     if task.on.world == 1:
         return batches(row, ())
-    times = batches(row, [each / len(calls) for each in seconds])
-    return replace(times, fault=next(iter(faults), ""), gemms=tuple(gemms))
-
-
-def _task(communicator: Communicator, row: Row) -> Task:
-    """Return a row's task, each of its buffers filled."""
-    mine = (group for group in row.groups if communicator.rank in group)
-    members = next(mine, (communicator.rank,)) if row.groups else communicator.members
-    on = dataclasses.replace(communicator, members=members)
-    facts = COLLECTIVES[row.collective]
-    parts = on.world if any(facts.buffers) else 1
-    length = row.bytes // (ELEMENT_BYTES[row.dtype] * parts)
-    tensors = Tensors(on, getattr(on.torch, row.dtype), length, False)
-    count = calls_in_batch(row) if on.cuda else _DRY_CALLS
-    sent = [tensors.own() for _ in range(count)]
-    return Task(row, on, tensors, sent, [tensors.empty(parts) for _ in range(count)])
+    times = batches(row, [each[0] / len(calls) for each in measured])
+    gemms = tuple(each[1] for each in measured if row.beside)
+    return replace(times, fault=next(iter(faults), ""), gemms=gemms)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, permutations
+from itertools import permutations
 from statistics import geometric_mean, median
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -17,10 +17,10 @@ from tccl_py.experiments.collectives import COLLECTIVE_WORDS, Collective
 from tccl_py.experiments.comparison import row_seconds
 from tccl_py.experiments.jobs import Arm, Launcher, Outcome, round_order
 from tccl_py.experiments.means import HANGS, MEANS, NCCL, Means
-from tccl_py.experiments.spec import GEMM, KIB, MIB, Groups, JobSpec, Row, RowTimes, rows_of
+from tccl_py.experiments.spec import GEMM, KIB, MIB, Groups, JobSpec, Row, rows_of
 from tccl_py.experiments.target import Target
 from tccl_py.experiments.trade_offs import at_size
-from tccl_py.files import pick, says
+from tccl_py.files import says
 from tccl_py.model.measurement import Backend
 from tccl_py.plan.chains import sender_nodes
 from tccl_py.plan.results import Kept, ProvenLinks
@@ -28,10 +28,8 @@ from tccl_py.plan.text import plan_name
 from tccl_py.rank_processes.tasks import RanksError
 from tccl_py.workloads.bundled import BUNDLED, load_bundled
 
-ROUNDS = 3
-DEADLINE_S = 60.0
-"""Of a job: one of all rows takes 10 to 20 s, and one that hangs may not take much longer."""
-AFTER_HANG_S = 3.0
+ROUNDS, DEADLINE_S, AFTER_HANG_S = 3, 60.0, 3.0
+"""Of a means: jobs, seconds of each, which mostly takes 5 to 20, and those after another's hang."""
 AS_GOOD = 0.02
 """A means has to beat default NCCL by this share."""
 _LARGEST_DRY = MIB
@@ -39,30 +37,28 @@ _LARGEST_DRY = MIB
 Span = tuple[float, float]
 
 
+def _words(row: Row) -> str:
+    """Return what a row does, without its size."""
+    graph, beside = " in a CUDA graph" * (row.mode == "graph"), " beside a GEMM" * bool(row.beside)
+    return COLLECTIVE_WORDS[row.collective] + graph + beside
+
+
+CALLS: dict[str, str] = {
+    name: _words(Row(collective=name, mode="graph" * (name == "all_reduce")))
+    for name in MEANS[NCCL].collectives
+}
+"""Calls as a program makes them alone."""
+
+
 class MeansRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A row by each means: many calls back to back."""
 
-    collective: Collective
+    calls: Annotated[str, says("what was called, in words")]
     bytes: int
-    mode: Annotated[str, says("`graph` of a CUDA graph, or `eager`")]
-    beside_gemm: bool
-    groups: Annotated[Groups, says("ranks that send to each other; none for all")] = ()
     best: Annotated[str, says("the means to take: `nccl` unless another is faster beyond doubt")]
-    default_us: Annotated[float | None, says("by default NCCL; null where it is out")]
-    us: Annotated[dict[str, float], says("of a call, by means")]
+    us: Annotated[dict[str, float], says("of a call, by means; `nccl` is default NCCL")]
     spread: Annotated[dict[str, Span], says("fastest and slowest job or, of one job, batch")]
     gemm: Annotated[dict[str, float], says("times as long as alone the GEMM takes, by means")]
-
-    @property
-    def best_us(self) -> float:
-        """Return the time of a call by the means to take."""
-        return self.us[self.best]
-
-    @property
-    def kind(self) -> str:
-        """Return in words what rows of different sizes have in common."""
-        mode = " in a CUDA graph" * (self.mode == "graph") + " beside a GEMM" * self.beside_gemm
-        return COLLECTIVE_WORDS[self.collective] + mode
 
 
 class MeansTable(Kept, frozen=True, kw_only=True):
@@ -70,20 +66,17 @@ class MeansTable(Kept, frozen=True, kw_only=True):
 
     FILE = "means.json"
     machine: str
-    gpus: tuple[int, ...]
     backend: Backend
     rows: tuple[MeansRow, ...]
     regrets: Annotated[
-        dict[str, dict[str, tuple[float, float]]],
-        says("share of time lost by one means for all sizes of a kind: on average, at worst"),
+        dict[str, dict[str, Span]],
+        says("share of time lost by one means for all sizes: on average, at worst"),
     ]
     workloads: Annotated[
-        dict[str, tuple[float, float | None]],
-        says("seconds of a bundled step by the best means of each size, and by default NCCL"),
+        dict[str, dict[str, float]],
+        says("seconds of a bundled step by the `best` means of each size, and by `nccl`"),
     ]
     out: Annotated[dict[str, str], says("means that cannot run, hang or give wrong values: why")]
-    environments: Annotated[dict[str, dict[str, str]], says("NCCL's variables of a means")]
-    rounds: Annotated[int, says("jobs of each means")]
     versions: dict[str, str]
     devices: Annotated[tuple[str, ...], says("names in rank order")]
     seconds: float
@@ -143,23 +136,16 @@ def measure_means(
     row has one of the sizes; MeasurementError: no means gave right values.
     """
     begun, dry = time.monotonic(), launcher.backend == "host"
-    if dry and sizes is None:
-        sizes = range(_LARGEST_DRY + 1)
-    rows = means_rows(launcher.world, sizes)
+    rows = means_rows(launcher.world, range(_LARGEST_DRY + 1) if dry and sizes is None else sizes)
     require(rows, "`sizes`", "has no size of a row", "leave it out")
-    contenders = _contenders(target, known, rows)
-    # Choices of NCCL are the same over gloo.
-    contenders = [each for each in contenders if not dry or each.name in known]
+    contenders = _contenders(target, known, rows, dry=dry)
     out = {} if dry else _without_p2p(target, launcher, known)
     jobs: dict[str, list[Outcome]] = {}
-    launcher = replace(launcher, timeout=min(launcher.timeout, DEADLINE_S))
-    hung = False
+    launcher, hung = replace(launcher, timeout=min(launcher.timeout, DEADLINE_S)), False
     for number in range(ROUNDS):
-        if number and time.monotonic() - begun > seconds:
-            break
         for contender in round_order(contenders, number):
             name = contender.name
-            if name in out:
+            if name in out or (number and time.monotonic() - begun > seconds):
                 continue
             launcher.watch(f"round {number + 1} of {ROUNDS}: {name}")
             job = _run(launcher, contender, again=hung)
@@ -174,17 +160,13 @@ def measure_means(
         raise MeasurementError(f"no means gave right values: {why}")
     table = tuple(_rows_of_table(rows, sound))
     ranks = next(iter(sound.values()))[0].results
-    nccl = [each for each in contenders if each.spec.means == NCCL]
     return MeansTable(
         machine=plan_name(target.plan),
-        gpus=target.gpus,
         backend=launcher.backend,
         rows=table,
         regrets=_regrets(table),
         workloads=dict(_workloads(table, launcher.world)),
         out=out,
-        environments={each.name: launcher.variables(each.arm) for each in nccl},
-        rounds=max(map(len, sound.values())),
         versions={"torch": ranks[0].torch, "nccl": ranks[0].nccl},
         devices=tuple(rank.device for rank in ranks),
         seconds=time.monotonic() - begun,
@@ -192,34 +174,36 @@ def measure_means(
 
 
 def _contenders(
-    target: Target, known: Mapping[str, Means], rows: Sequence[Row]
+    target: Target, known: Mapping[str, Means], rows: Sequence[Row], *, dry: bool
 ) -> list[_Contender]:
-    """Return default NCCL, other means beside it, and the plan's choices of NCCL."""
+    """Return default NCCL, other means beside it, and the plan's choices of NCCL on GPUs."""
     plan, (first, *choices) = target.plan, target.arms
-    nodes = dict(zip(plan.gpus, sender_nodes(plan.machine, plan.rings), strict=True))
-
-    def contender(name: str, means: str, arm: Arm) -> _Contender:
-        able = tuple(row for row in rows if row.collective in known[means].collectives)
-        return _Contender(name, arm, JobSpec(rows=able, means=means, nodes=tuple(nodes.values())))
-
-    made = [contender(name, name, first) for name in known]
-    made += [contender(f"{NCCL}-{arm.name}", NCCL, arm) for arm in choices]
+    nodes = sender_nodes(plan.machine, plan.rings)
+    named = [(name, name, first) for name in known]
+    named += [(f"{NCCL}-{arm.name}", NCCL, arm) for arm in choices if not dry]
+    specs = [
+        JobSpec(
+            rows=tuple(r for r in rows if r.collective in known[means].collectives),
+            means=means,
+            nodes=nodes,
+        )
+        for _, means, _ in named
+    ]
+    made = (_Contender(name, arm, spec) for (name, _, arm), spec in zip(named, specs, strict=True))
     return [each for each in made if each.spec.rows]
 
 
 def _without_p2p(target: Target, launcher: Launcher, known: Mapping[str, Means]) -> dict[str, str]:
     """Return the means that need P2P, where it is disabled or not proven, each with why."""
-    plan, proof = target.plan, ProvenLinks.load(target.directory)
-    pairs = permutations(plan.gpus, 2)
-    lacking = [pair for pair in pairs if not plan.knowledge.can_access(plan.machine, *pair)]
-    why = ""
-    if proof is None or proof.proof.verdict != "sound":
-        found = "not proven" if proof is None else f"{proof.proof.verdict}: {proof.proof.what}"
+    plan, kept = target.plan, ProvenLinks.load(target.directory)
+    pairs, why = permutations(plan.gpus, 2), ""
+    if kept is None or kept.proof.verdict != "sound":
+        found = "not proven" if kept is None else f"{kept.proof.verdict}: {kept.proof.what}"
         why = f"needs P2P, and the plan's links are: {found}"
     elif launcher.variables(target.arms[0]).get("NCCL_P2P_DISABLE") == "1":
         why = "NCCL_P2P_DISABLE=1 disables P2P"
-    elif lacking:
-        why = "needs P2P, which GPUs {} and {} do not have".format(*lacking[0])
+    elif not all(plan.knowledge.can_access(plan.machine, *pair) for pair in pairs):
+        why = "needs P2P between all GPUs"
     return {name: f"cannot run: {why}" for name in known if why and known[name].p2p}
 
 
@@ -248,36 +232,27 @@ def _run(launcher: Launcher, contender: _Contender, *, again: bool) -> Outcome |
 def _rows_of_table(
     rows: Sequence[Row], jobs: Mapping[str, Sequence[Outcome]]
 ) -> Iterator[MeansRow]:
-    """Yield the rows that any means timed, by size in each kind."""
+    """Yield the rows that any means timed, by size for each kind of calls."""
     seconds = {name: row_seconds(of) for name, of in jobs.items()}
-    times: dict[tuple[str, Row], list[RowTimes]] = {}
-    for name, of in jobs.items():
-        for one in chain.from_iterable(rank.times for job in of for rank in job.results):
-            times.setdefault((name, one.row), []).append(one)
     before: dict[str, str] = {}
     for row in rows:
-        us = {name: 1e6 * median(of[row]) for name, of in seconds.items() if row in of}
-        spread = {}
-        for name in us:
+        us: dict[str, float] = {}
+        spread, gemm = dict[str, Span](), dict[str, float]()
+        for name in [name for name in jobs if row in seconds[name]]:
+            ranks = [one for job in jobs[name] for rank in job.results for one in rank.times]
+            timed = [one for one in ranks if one.row == row and one.seconds]
             each = seconds[name][row]
+            us[name] = 1e6 * median(each)
             if len(each) == 1:
                 # Batches differ less than jobs do, and have to do.
-                ranks = (one.seconds for one in times[name, row] if one.seconds)
-                each = tuple(map(max, zip(*ranks, strict=True)))
-            spread[name] = min(each) * 1e6, max(each) * 1e6
-        gemms = {name: [g for one in times[name, row] for g in one.gemms] for name in us}
-        made = MeansRow(
-            **pick(row, "collective", "bytes", "mode", "groups"),
-            beside_gemm=bool(row.beside),
-            best=NCCL,
-            default_us=us.get(NCCL),
-            us=us,
-            spread=spread,
-            gemm={name: median(of) for name, of in gemms.items() if of},
-        )
+                each = tuple(map(max, zip(*(one.seconds for one in timed), strict=True)))
+            spread[name] = 1e6 * min(each), 1e6 * max(each)
+            if gemms := [times for one in timed for times in one.gemms]:
+                gemm[name] = median(gemms)
         if us:
-            before[made.kind] = best_means(us, spread, before.get(made.kind, ""))
-            yield replace(made, best=before[made.kind])
+            calls = _words(row)
+            best = before[calls] = best_means(us, spread, before.get(calls, ""))
+            yield MeansRow(calls=calls, bytes=row.bytes, best=best, us=us, spread=spread, gemm=gemm)
 
 
 def best_means(us: Mapping[str, float], spread: Mapping[str, Span], before: str) -> str:
@@ -294,33 +269,31 @@ def best_means(us: Mapping[str, float], spread: Mapping[str, Span], before: str)
     return before if before in alike else fastest
 
 
-def _regrets(rows: Sequence[MeansRow]) -> dict[str, dict[str, tuple[float, float]]]:
-    """Return what each means that has all sizes of a kind loses where it is taken for all."""
-    regrets: dict[str, dict[str, tuple[float, float]]] = {}
-    for kind in dict.fromkeys(row.kind for row in rows):
-        same = [row for row in rows if row.kind == kind]
-        for name in same[0].us:
-            if all(name in row.us for row in same):
-                lost = [max(1.0, row.us[name] / row.best_us) for row in same]
-                of_kind = regrets.setdefault(kind, {})
-                of_kind[name] = geometric_mean(lost) - 1, max(lost) - 1
+def _regrets(rows: Sequence[MeansRow]) -> dict[str, dict[str, Span]]:
+    """Return what each means that has all sizes of some calls loses where it is taken for all."""
+    regrets: dict[str, dict[str, Span]] = {}
+    for row in rows:
+        same = [each for each in rows if each.calls == row.calls]
+        for name in row.us:
+            if all(name in each.us for each in same):
+                lost = [max(1.0, each.us[name] / each.us[each.best]) for each in same]
+                of_calls = regrets.setdefault(row.calls, {})
+                of_calls[name] = geometric_mean(lost) - 1, max(lost) - 1
     return regrets
 
 
-def _workloads(
-    rows: Sequence[MeansRow], world: int
-) -> Iterator[tuple[str, tuple[float, float | None]]]:
-    """Yield the bundled workloads whose calls were timed, with a step by the best and by NCCL."""
-    best, nccl = dict[Collective, list[tuple[int, float]]](), dict[Collective, Any]()
-    for row in rows:
-        if not row.beside_gemm and (row.mode == "graph" or row.collective != "all_reduce"):
-            best.setdefault(row.collective, []).append((row.bytes, row.best_us))
-            nccl.setdefault(row.collective, []).append((row.bytes, row.default_us or math.nan))
+def _workloads(rows: Sequence[MeansRow], world: int) -> Iterator[tuple[str, dict[str, float]]]:
+    """Yield the bundled workloads whose calls were timed, each with seconds of a step."""
     for name in BUNDLED:
-        calls = load_bundled(name, world).rows
-        if all(call.collective in best for call in calls):
-            first, second = (
-                sum(call.calls * at_size(of[call.collective], call.bytes) for call in calls) / 1e6
-                for of in (best, nccl)
-            )
-            yield name, (first, None if math.isnan(second) else second)
+        steps = {}
+        for means in ("best", NCCL):
+            curves: dict[str, list[tuple[int, float]]] = {}
+            for row in rows:
+                if us := row.us.get(row.best if means == "best" else NCCL):
+                    curves.setdefault(row.calls, []).append((row.bytes, us / 1e6))
+            calls = [(CALLS.get(one.collective, ""), one) for one in load_bundled(name, world).rows]
+            if all(words in curves for words, _ in calls):
+                each = (one.calls * at_size(curves[words], one.bytes) for words, one in calls)
+                steps[means] = sum(each)
+        if steps:
+            yield name, steps

@@ -82,11 +82,11 @@ def _gemms(row: MeansRow) -> str:
 
 
 MEANS: Columns = (
-    Column("calls", lambda row: row.kind),
+    Column("calls", lambda row: row.calls),
     Column("size", lambda row: size_text(row.bytes)),
     Column("best", lambda row: row.best),
-    Column("us", lambda row: f"{row.best_us:.1f}"),
-    Column("default NCCL us", lambda row: f"{row.default_us:.1f}" if row.default_us else ""),
+    Column("us", lambda row: f"{row.us[row.best]:.1f}"),
+    Column("default NCCL us", lambda row: f"{row.us['nccl']:.1f}" if "nccl" in row.us else ""),
     Column("GEMM by best, by NCCL", _gemms),
 )
 
@@ -98,8 +98,8 @@ def means_facts(table: MeansTable) -> Iterator[str]:
     for kind, each in table.regrets.items():
         lost = (f"{name} {mean:.0%} ({most:.0%} at worst)" for name, (mean, most) in each.items())
         yield f"one means for all sizes of {kind} loses: {', '.join(lost)}"
-    for name, (best, default) in table.workloads.items():
-        times = _durations(*filter(None, [default, best]))
+    for name, steps in table.workloads.items():
+        times = _durations(*(steps[by] for by in ("nccl", "best") if by in steps))
         yield f"{name}: {times} a step by the best means of each size"
     for name, why in table.out.items():
         yield f"{name} {why}"
