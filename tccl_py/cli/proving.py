@@ -33,7 +33,7 @@ def proven_host(
     if plans and links is not None:
         if links.verdict == "host memory fails":
             right = "; ".join((*links.causes, "`tccl doctor` has more")[:2])
-            raise InputError("NCCL here", f"fails, without P2P too: {links.what}", right)
+            raise InputError("NCCL here", f"fails {links.what}", right)
         if links.verdict != "sound":
             notice(f"links: {links.verdict}: {links.what}")
     return proven

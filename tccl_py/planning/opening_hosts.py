@@ -304,7 +304,7 @@ def doubts_of_links(proofs: Mapping[str, Proof]) -> tuple[str, ...]:
         proof = proofs[failing[0]]
         right = "; ".join(("leave it out", *proof.causes[:1]))
         where = f"NCCL on host {compress(failing)}"
-        raise InputError(where, f"fails, without P2P too: {proof.what}", right)
+        raise InputError(where, f"fails {proof.what}", right)
     alike: dict[tuple[str, bool], list[str]] = defaultdict(list)
     for host, proof in proofs.items():
         verdict = "not proven" if proof.verdict == "inconclusive" else proof.verdict
