@@ -312,7 +312,7 @@ def test_without_the_plugins_library_jobs_get_variables_or_memory_on_their_node(
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(len(plan.gpus)))
     delivery = deliver(plan, place, JobRequest(command=("./job",)), say=told.append)
-    assert (delivery.choice, told) == ("graph", [])
+    assert (delivery.choice.name, told) == ("graph", [])
     assert delivery.numa_id == placement(plan, plan.gpus)[plan.gpus[1]]
     assert delivery.variables["NCCL_GRAPH_FILE"] == str(place / "nccl" / "graph.xml")
 

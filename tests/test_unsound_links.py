@@ -25,7 +25,6 @@ from tccl_py.plan.results import ProvenLinks
 from tccl_py.planning.handle import load_plan
 from tccl_py.planning.opening import judged_by
 from tccl_py.planning.planner import make_cluster_plan, make_plan
-from tccl_py.planning.request import PlanRequest
 from tccl_py.readers.nccl_topology import parse_nccl_topology
 from tccl_py.search.problem import Budget
 from tccl_py.sources.bench import Bench
@@ -291,7 +290,6 @@ def proof_of(**jobs):
 
 
 def test_choices_fail_as_the_jobs_of_the_proof_did_that_joined_the_gpus_alike():
-    assert PlanRequest(links=proof_of()).links == proof_of()
     plan = make_plan(PCIE, facts_on([NEAR], verdict="fails"), MadeUp(0), budget=FEW)
     assert plan.choices["default"].fails.verdict == "fails"
     judged = judged_by(plan, proof_of(default="wrong values", control="sound"))
