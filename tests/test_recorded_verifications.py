@@ -90,8 +90,8 @@ def test_a_plan_for_jobs_without_p2p_is_faster_by_two_fifths_when_tuned():
     assert ratios == pytest.approx({64: 1.391, 256: 1.448, 1024: 1.447}, abs=0.001)
     assert not any(one.verdict == "worse" for one in graph.rows)
     assert {one.mode: one.verdict for one in graph.training} == {
-        "eager": "better",
-        "graph": "better",
+        "ddp-eager": "better",
+        "ddp-graph": "better",
     }
     best = max(found.tried, key=lambda one: one.achieved_gbps)
     assert (best.settings.channels, best.settings.buffsize) == (16, 128 << 10)
@@ -104,7 +104,7 @@ def test_every_line_of_a_verification_is_shown(name):
     assert text.startswith("2x-nvidia-h200, GPUs 0,1, over NCCL")
     assert "times default NCCL at 64 MiB" in text
     assert "interleaved rounds, 4 jobs at once" in text
-    assert ("a training step (graph)" in text) == (name != "h200x2-vm")
+    assert ("a training step (ddp-graph)" in text) == (name != "h200x2-vm")
 
 
 # Four H200 and three arms, plans as they were measured, not tuned.
