@@ -331,7 +331,7 @@ def report(
     """Write a plan as one HTML page: machine, rings, rates, settings, and how to use them.
 
     The page needs no network and no other file. An earlier report is replaced, any other file only
-    with --force. Where `tccl show --why` has not run, it runs first, if it can here.
+    with --force. Before, `tccl show --why` runs, if it can here.
 
     --bundle writes a zip archive instead: topology, proof, plan, verification and versions,
     without names of hosts, serial numbers, addresses and paths.
