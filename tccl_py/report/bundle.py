@@ -24,7 +24,7 @@ from tccl_py.report.verification import report_verification
 MARK = b"tccl-py: a plan to send"
 """The comment of the archive, by which an earlier one is known."""
 CONTENTS = {
-    "topology-*.json": "GPUs, NICs, PCI tree, links and NUMA nodes of each kind of host",
+    "topology-*.json": "GPUs, NICs, PCI tree and links of each kind of host",
     ProvenLinks.FILE: "the proof of links",
     "plan.json": "rings, choices and rates",
     Verification.FILE: "times of real jobs",
