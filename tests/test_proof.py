@@ -25,6 +25,7 @@ from tccl_py.plan.load import load_plan
 from tccl_py.plan.results import ProvenLinks
 from tccl_py.planning.proof import CONTROL, Evidence, gather_evidence
 from tccl_py.rank_processes.tasks import RankOutput, RanksError, Task, run_each
+from tccl_py.sources.profiled import ProfilerSource
 from tests.commands import tccl
 from tests.planned import SMALL
 from tests.sessions import Fake, measures_by
@@ -387,6 +388,24 @@ def test_what_looks_slower_beside_kernels_is_judged_by_jobs_that_run_alone(
 
     monkeypatch.setattr(proving, "gather_evidence", gathered)
     assert (proving.prove_host().links.verdict, box.runs) == (verdict, 2)
+
+
+@pytest.mark.parametrize(("seen", "ends"), [(evidence(), 1), (BROKEN, 2)])
+def test_processes_that_measure_start_anew_after_jobs_that_hung(
+    box, tmp_path, monkeypatch, seen, ends
+):
+    begun, ended = [], []
+
+    def gathered(*_, ready, **__):
+        ready()
+        return seen
+
+    stop = ProfilerSource.stop
+    monkeypatch.setattr(proving, "gather_evidence", gathered)
+    monkeypatch.setattr(ProfilerSource, "prepare", lambda _: begun.append(1))
+    monkeypatch.setattr(ProfilerSource, "stop", lambda *given: (ended.append(1), stop(*given)))
+    assert tccl("plan", tmp_path / "box", "--rings", "1").exit_code == 0
+    assert (len(begun), len(ended)) == (1, ends)
 
 
 def test_where_nccl_fails_without_p2p_too_nothing_is_planned(box, tmp_path):

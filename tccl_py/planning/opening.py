@@ -103,7 +103,9 @@ def _here(request: PlanRequest, say: Say, prove: Prove | None) -> Subject:
         with ExitStack() as opened:
             opened.push(source)
             proof, asked = prove(source.prepare)
-            opened.pop_all()
+            # Jobs that hang and are killed may take them along, as under MPS: then they start anew.
+            if proof is None or proof.verdict == "sound":
+                opened.pop_all()
     place = msgspec.structs.replace(place, knowledge=with_proof(place.knowledge, proof))
 
     def search(reporter: Reporter | None) -> Plan:
