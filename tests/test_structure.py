@@ -94,3 +94,16 @@ def test_the_architecture_fits_a_page_and_lists_the_packages_in_the_order_of_the
     contract = (PACKAGE.parent / "pyproject.toml").read_text().partition("layers = [")[2]
     layers = re.findall(r"tccl_py\.(\w+)", contract.partition("]")[0])
     assert [name for name in layers if name in listed] == listed
+
+
+def test_no_room_has_more_lines_than_its_budget():
+    section = (PACKAGE.parent / "pyproject.toml").read_text().partition("[tool.tccl.lines]\n")[2]
+    budget = {room: int(most) for room, most in re.findall(r"^(\w+) = (\d+)$", section, re.M)}
+    lines = dict.fromkeys(budget, 0)
+    for path in (*PACKAGE.rglob("*.py"), *PROFILER.rglob("*.py")):
+        part = path.relative_to(PACKAGE.parent).parts[1 if path.is_relative_to(PACKAGE) else 0]
+        room = part if part in budget else "rest"
+        lines[room] += len(path.read_text().splitlines())
+    above = {room: count for room, count in lines.items() if count > budget[room]}
+    assert not above, "take lines out, or raise the budget and say what the user gets"
+    assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} <= budget.keys()
