@@ -4,12 +4,14 @@ import msgspec
 import pytest
 
 from tccl_py.errors import InputError
-from tccl_py.plan.directory import machine_file, write_nccl_files, write_plan
+from tccl_py.plan.directory import machine_file, write_nccl_files, write_new_plan, write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.staging import check_files
-from tccl_py.simulator.descriptions import model_for, read_description
+from tccl_py.planning.planner import make_plan
+from tccl_py.simulator.descriptions import load_bundled, model_for, read_description
+from tccl_py.simulator.source import Simulator
 from tests.cluster_plans import equal_hosts, mixed
-from tests.planned import PCIE, SMALL, plan_of
+from tests.planned import PCIE, SMALL, plan_of, replace_plan
 
 PLANS = {
     "one host": (lambda: plan_of(PCIE), lambda: plan_of(SMALL)),
@@ -106,3 +108,17 @@ def test_exported_files_appear_together_or_not_at_all(plans, tmp_path, monkeypat
         write_nccl_files(plan, tmp_path / "c" / "d")
     assert texts(tmp_path) == before
     assert not (tmp_path / "c").exists()
+
+
+def test_a_plan_is_made_by_a_models_name_or_from_a_simulated_plans_directory(tmp_path):
+    model = load_bundled(SMALL)
+    made = make_plan(SMALL)
+    assert made == make_plan(model.machine, model.knowledge, Simulator(model))
+    (name,) = (one.name for one in made.cluster.classes)
+    write_new_plan(made, tmp_path / "plan", models={name: model})
+    assert make_plan(tmp_path / "plan") == made
+    write_new_plan(replace_plan(made, simulated=False), tmp_path / "measured")
+    with pytest.raises(InputError, match="measured"):
+        make_plan(tmp_path / "measured")
+    with pytest.raises(InputError, match="source"):
+        make_plan(model.machine)

@@ -183,7 +183,7 @@ class _Command(_HelpOption, TyperCommand):
             texts = given if isinstance(given, (list, tuple)) else (given,)
             if "" in texts and not _PLACES.isdisjoint(metavar.split("|")):
                 where = metavar if param.param_type_name == "argument" else param.opts[-1]
-                raise InputError(where, "is empty", f"name a {metavar}")
+                raise InputError(where, "is empty", f"name {metavar}")
         return arguments
 
     def invoke(self, ctx: Any) -> Any:

@@ -111,7 +111,8 @@ def judge_links(
     # 3. The verdict.
     verdict, what = _verdict(control, others, pairs, faults, doubts)
     proven = {_pair(one.source, one.target) for one in pairs if one.verdict != "not proven"}
-    proven |= (working | broken.keys()) - untried
+    # No job uses what was not tried.
+    proven |= working | broken.keys()
     seen = [job.proof.verdict for job in others if job.bad] or [pair.verdict for pair in pairs]
     worst = next((bad for bad in _BAD if bad in seen), _BAD[-1])
     facts = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from math import inf
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -47,6 +48,8 @@ from tccl_py.planning.study import (
 )
 from tccl_py.search.problem import Budget, Reporter
 from tccl_py.search.strategies import Strategy
+from tccl_py.simulator.model import MachineModel
+from tccl_py.simulator.source import Simulator
 from tccl_py.sources.bench import Allowance, Bench, UnsoundLinkError, bench_for
 
 if TYPE_CHECKING:
@@ -287,9 +290,9 @@ def _final(task: Task, own: Candidate, best: Candidate) -> Candidate:
 
 
 def make_plan(
-    machine: Machine,
-    knowledge: Knowledge,
-    source: BandwidthSource,
+    machine: Machine | str | Path,
+    knowledge: Knowledge | None = None,
+    source: BandwidthSource | None = None,
     *,
     gpus: Sequence[int] | str | None = None,
     version: str = ASSUMED,
@@ -303,19 +306,17 @@ def make_plan(
 ) -> PlanHandle:
     """Find the settings and rings that suit the machine best, as far as `source` tells.
 
-    >>> from tccl_py.simulator.descriptions import load_bundled
-    >>> from tccl_py.simulator.source import Simulator
-    >>> model = load_bundled("h200x4-vm")
-    >>> plan = make_plan(model.machine, model.knowledge, Simulator(model))
+    >>> plan = make_plan("h200x4-vm")
     >>> plan.rings[0].gpus, plan.proven, plan.simulated
     ((0, 1, 2, 3), True, True)
     >>> plan.rings[0].bottleneck.flow
     Flow('G0->G0->G1{blocks=24}')
 
     Args:
-        machine: the node.
-        knowledge: what is known of it beyond structure.
-        source: answers transfer sets.
+        machine: the node; or a model to simulate: a bundled name, a file, or the directory of a
+            simulated plan.
+        knowledge: what is known of it beyond structure; None is what a model knows, or nothing.
+        source: answers transfer sets; None simulates a model.
         gpus: NVML indices of the GPUs to join, or text as `0-3`; None is all.
         version: NCCL's version.
         ring_counts: how many rings a set may have; None is 1, 2 and, up to 8 GPUs, 4.
@@ -336,8 +337,15 @@ def make_plan(
     that say nothing of P2P. SearchError: no ring exists. MeasurementError: the source cannot
     measure what is needed.
     """
-    check_type(machine, "machine", Machine)
+    check_type(machine, "machine", Machine, str, Path)
+    if isinstance(machine, (str, Path)):
+        model = _model_of(machine)
+        machine, knowledge = model.machine, knowledge or model.knowledge
+        source = source or Simulator(model)
+    knowledge = knowledge or Knowledge()
     check_type(knowledge, "knowledge", Knowledge)
+    if source is None:
+        raise InputError("`source`", "is missing", "give one beside a Machine")
     indices = chosen_gpus(machine, gpus)
     request = PlanRequest(
         version=version,
@@ -350,6 +358,21 @@ def make_plan(
     )
     cluster = single_host(machine, knowledge, indices)
     return with_methods(plan_hosts(request, cluster, [source], gpus=indices, own_rings=own_rings))
+
+
+def _model_of(name: str | Path) -> MachineModel:
+    """Return the model of a bundled name, a file, or the directory of a simulated plan."""
+    from tccl_py.plan.directory import machine_file  # noqa: PLC0415 (slow)
+    from tccl_py.plan.load import load_plan  # noqa: PLC0415
+    from tccl_py.simulator.descriptions import bundled_names, load_machine  # noqa: PLC0415
+
+    if name not in bundled_names() and Path(name).is_dir():
+        plan = load_plan(Path(name))
+        fits = plan.simulated and not plan.dry_run and plan.cluster.closes
+        right = "`load_plan` has it, and `tccl plan` measures again"
+        require(fits, str(name), "is no simulated plan of one host", right)
+        name = machine_file(plan, Path(name))
+    return load_machine(name)
 
 
 def make_cluster_plan(

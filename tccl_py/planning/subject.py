@@ -84,8 +84,10 @@ def say_sure(plan: Plan, model: MachineModel | None) -> str:
         return "not at all: processes in host memory stood in for GPUs"
     if plan.jobs_ran:
         return "high: NCCL's jobs were timed here"
-    if model is not None:
+    if plan.simulated:
         level = "low" if plan.any_assumed else "medium"
+        if model is None:
+            return f"{level}: simulated"
         basis = "" if model.source else f", {model.note}"
         return f"{level}: by a model with {provenances_text(model)} parameters{basis}"
     interval = plan.choices["graph"].error
