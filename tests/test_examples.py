@@ -83,7 +83,9 @@ def test_a_notebook_has_the_outputs_of_its_cells_with_drawings_that_a_code_host_
 
 def test_the_pictures_of_the_readme_are_drawn_from_a_plan_for_light_and_dark_pages():
     drawn = pictures()
-    assert {path.name for path in drawn} == {"rings-light.svg", "rings-dark.svg"}
+    assert {path.name for path in drawn} == {
+        f"rings-{page}{width}.svg" for page in ("light", "dark") for width in ("", "-narrow")
+    }
     assert all(path.read_text(encoding="utf-8") == text for path, text in drawn.items())
     assert all("prefers-color-scheme" not in text for text in drawn.values())
     readme = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")

@@ -42,7 +42,6 @@ TABLE = """\
 PROGRAM = """\
 #!{python}
 import os, sys, re
-from tests.commands import tccl
 given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 if "fails" in {wrong!r}:
     print("box: Test NCCL failure common.cu:961 'unhandled system error'"); sys.exit(3)

@@ -80,7 +80,10 @@ class FakeGpu:
     def communicator(self):
         operations = SimpleNamespace(MAX="max")
         dist = SimpleNamespace(
-            barrier=lambda: None, all_reduce=lambda *_, **__: None, ReduceOp=operations
+            get_backend=lambda: "nccl",
+            barrier=lambda: None,
+            all_reduce=lambda *_, **__: None,
+            ReduceOp=operations,
         )
         device = SimpleNamespace(type="cuda")
         return Communicator(torch=self, dist=dist, rank=0, members=(0,), device=device)
