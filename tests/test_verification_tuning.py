@@ -170,7 +170,6 @@ def test_socket_threads_that_cost_small_messages_are_offered_and_not_recommended
     assert found.choices["variables"].settings.socket_threads == 2
     assert found.gain("variables") == pytest.approx(2.0, rel=0.1)
     assert "16 KiB" in found.choices["variables"].note
-    assert "NCCL_SOCKET_NTHREADS=2" in found.advice
 
 
 def test_settings_that_are_slow_for_small_messages_are_left_out(tmp_path):

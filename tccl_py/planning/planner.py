@@ -368,9 +368,9 @@ def _model_of(name: str | Path) -> MachineModel:
 
     if name not in bundled_names() and Path(name).is_dir():
         plan = load_plan(Path(name))
-        fits = plan.simulated and not plan.dry_run and plan.cluster.closes
         right = "`load_plan` has it, and `tccl plan` measures again"
-        require(fits, str(name), "is no simulated plan of one host", right)
+        fits = plan.simulated and not plan.dry_run
+        require(fits, str(name), "is measured", right)
         name = machine_file(plan, Path(name))
     return load_machine(name)
 
