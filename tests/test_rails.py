@@ -349,5 +349,10 @@ def test_each_subnet_of_several_hosts_is_a_rail():
     assert rails_of_subnets(subnets, machines) == rails_by_name(BY_NAME, machines, where="f")
     one_subnet = {host: dict.fromkeys(nics, "10.0.0.1/24") for host, nics in subnets.items()}
     assert rails_of_subnets(one_subnet, machines) == {}
+    # Routers join the subnets of two halves.
+    routed = {
+        host: {0: f"10.{n // 2}.0.{n + 1}/24", 1: "fe80::1/64"} for n, host in enumerate(machines)
+    }
+    assert rails_of_subnets(routed, machines) == {}
     alone = {host: {0: f"10.{number}.0.1/24"} for number, host in enumerate(machines)}
     assert rails_of_subnets(alone, machines) == {}

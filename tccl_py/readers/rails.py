@@ -57,27 +57,23 @@ def rails_of_subnets(
 ) -> dict[str, tuple[int, ...]]:
     """Return the rail of each NIC by host, where each rail is a subnet; {} if subnets tell none.
 
-    They tell none where a host has two NICs in a subnet, or no subnet has NICs of two hosts.
+    They tell none where a host has two NICs in a subnet, or a subnet has some of the hosts alone,
+    as where routers join subnets.
     """
     subnets: dict[object, dict[str, int]] = {}
     for host, nics in addresses.items():
         for nic, text in nics.items():
-            members = subnets.setdefault(IPv4Interface(text).network, {}) if text else {}
+            # An interface without an address of IPv4 has none.
+            members = subnets.setdefault(IPv4Interface(text).network, {}) if "." in text else {}
             if members.setdefault(host, nic) != nic:
                 return {}
-    shared = [subnet for subnet, members in subnets.items() if len(members) > 1]
-    if not shared:
+    rails = sorted((on for on in subnets.values() if len(on) > 1), key=lambda on: min(on.values()))
+    if not rails or any(on.keys() != machines.keys() for on in rails):
         return {}
-    order = sorted(shared, key=lambda subnet: min(subnets[subnet].values()))
-    of_host = {
-        host: {
-            subnets[subnet][host]: rail
-            for rail, subnet in enumerate(order)
-            if host in subnets[subnet]
-        }
-        for host in machines
+    return {
+        host: _numbered(machine, {on[host]: rail for rail, on in enumerate(rails)})
+        for host, machine in machines.items()
     }
-    return {host: _numbered(machines[host], on) for host, on in of_host.items()}
 
 
 def _numbered(machine: Machine, on: Mapping[int, int]) -> tuple[int, ...]:
