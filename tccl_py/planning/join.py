@@ -27,7 +27,7 @@ from tccl_py.nccl.connections import (
 from tccl_py.nccl.graph_search import DefaultChain, DefaultRings, default_rings
 from tccl_py.nccl.network import EvenUse, NicPair
 from tccl_py.nccl.settings import Settings
-from tccl_py.nccl.view import view
+from tccl_py.nccl.view import usable_nics, view
 from tccl_py.plan.chains import AS_GOOD as WORTH
 from tccl_py.plan.chains import (
     Choice,
@@ -194,7 +194,7 @@ def _realisable(search: RingSearch, count: int) -> Candidate | None:
 # Rings over all hosts under one choice of settings, and with one number of rings.
 #
 # A NIC map is a pair of NIC tuples, the exits of a host and the entries of the next, with an
-# element for each ring. On a network of rails NIC i reaches only NIC i, so both are the same.
+# element for each ring. Over switches it has their rails: if no other is reached, both are equal.
 
 
 def free_maps(pairings: Sequence[Sequence[NicPair]]) -> tuple[NicMap, ...]:
@@ -481,18 +481,18 @@ def _with_nics(
 def _notices_of_names(nodes: Sequence[ClassRates], settings: Settings) -> Iterator[str]:
     """Yield on which hosts the names of other hosts' NICs bring back NICs that were left out."""
     variable = "NCCL_IB_HCA" if settings.ib_hca else "NCCL_SOCKET_IFNAME"
-    names = {*settings.ib_hca, *settings.socket_ifname}
-    for node in nodes:
-        told = {
-            nic.index: f"{nic.name}:{nic.port or 1}" if settings.ib_hca else nic.name
-            for nic in node.node_class.machine.nics
-        }
-        back = ", ".join(f"N{n}" for n in told if told[n] in names and n not in node.nics)
-        own = ",".join(told[nic] for nic in node.nics)
+    for node in nodes if settings.ib_hca or settings.socket_ifname else ():
+        machine = node.node_class.machine
+        back = [f"N{n}" for n in usable_nics(machine, settings) if n not in node.nics]
+        own = ",".join(
+            f"{nic.name}:{nic.port or 1}" if settings.ib_hca else nic.name
+            for nic in machine.nics
+            if nic.index in node.nics
+        )
         if back:
             yield (
-                f"{node.node_class.name}: NCCL takes {back} too, since one list of NICs holds for "
-                f"all hosts; there {variable}=={own} is right"
+                f"{node.node_class.name}: NCCL takes {', '.join(back)} too, since one list of NICs "
+                f"holds for all hosts; there {variable}=={own} is right"
             )
 
 
