@@ -202,6 +202,9 @@ def ended(process, timeout_s=150.0):
             os.killpg(process.pid, signal.SIGKILL)
         stdout, stderr = process.communicate()
         raise AssertionError(f"not within {timeout_s} s:\n{stdout}\n{stderr}") from None
+    if process.returncode in (126, 127) or "Traceback (most recent call last)" in stderr:
+        # No busy machine excuses this, as it may an AssertionError.
+        raise RuntimeError(f"exit code {process.returncode}:\n{stderr}")
     return Ran(code=process.returncode, stdout=stdout, stderr=stderr)
 
 
