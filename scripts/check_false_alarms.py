@@ -12,8 +12,8 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from tccl_py.experiments.comparison import RunBudget
 from tccl_py.experiments.preflight import FAMILIES, check_collectives
-from tccl_py.experiments.rounds import RunBudget
 from tccl_py.experiments.spec import MIB
 from tccl_py.experiments.target import Target
 from tccl_py.experiments.verify import verify_target

@@ -10,7 +10,6 @@ from msgspec.structs import replace
 
 from tccl_py.decision import harm
 from tccl_py.errors import InputError
-from tccl_py.experiments.collectives import PROGRAMS, bus_gbps
 from tccl_py.experiments.communication import (
     MOST_ROWS,
     Communications,
@@ -21,8 +20,8 @@ from tccl_py.experiments.communication import (
 )
 from tccl_py.experiments.prediction import predicted_communication
 from tccl_py.experiments.record import Verification
-from tccl_py.experiments.size_table import read_tunings
-from tccl_py.experiments.spec import Row, calls_of
+from tccl_py.experiments.sizes import read_tunings
+from tccl_py.experiments.spec import PROGRAMS, Row, bus_gbps, calls_of
 from tccl_py.files import decode_json
 from tccl_py.model.transfer import transfer_set
 from tccl_py.nccl.transport import hop_space

@@ -18,11 +18,10 @@ from tccl_py.decision import StepTime
 from tccl_py.delivery.job import Delivery
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.experiments.communication import Communication, keep_communication
-from tccl_py.experiments.comparison import Compared, Timed
+from tccl_py.experiments.comparison import Compared, RunBudget, Timed
 from tccl_py.experiments.jobs import Launcher
 from tccl_py.experiments.plans import verify_plan
 from tccl_py.experiments.record import ArmResult, Verification
-from tccl_py.experiments.rounds import RunBudget
 from tccl_py.experiments.spec import WrongValue
 from tccl_py.installation.blocks import with_block, without_block
 from tccl_py.installation.install import (

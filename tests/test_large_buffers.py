@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tccl_py.cli.plan import until_jobs_decide
-from tccl_py.experiments.rounds import RunBudget
+from tccl_py.experiments.comparison import RunBudget
 from tccl_py.experiments.target import read_target
 from tccl_py.files import pick
 from tccl_py.model.machine import Knowledge

@@ -9,19 +9,19 @@ import pytest
 
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.experiments import means_table, plans
-from tccl_py.experiments.collectives import COLLECTIVES
 from tccl_py.experiments.jobs import HostRanks, Launcher, LocalRunner
 from tccl_py.experiments.means import MEANS, NCCL
-from tccl_py.experiments.means_advice import links_of, means_lines
 from tccl_py.experiments.means_table import (
     CALLS,
     MeansRow,
     MeansTable,
     best_means,
+    links_of,
+    means_lines,
     means_rows,
     measure_means,
 )
-from tccl_py.experiments.spec import BATCHES, MIB, JobResult, JobSpec, batches
+from tccl_py.experiments.spec import BATCHES, COLLECTIVES, MIB, JobResult, JobSpec, batches
 from tccl_py.experiments.target import target_of
 from tccl_py.files import decode_json, encode_json
 from tccl_py.model.links import Proof

@@ -7,10 +7,10 @@ import pytest
 
 import tccl_py.experiments.plans as module
 from tccl_py.errors import InputError
-from tccl_py.experiments.collectives import PROGRAMS
 from tccl_py.experiments.nccl_tests import find_program, read_table, size_options
 from tccl_py.experiments.preflight import check_collectives
 from tccl_py.experiments.record import Verification
+from tccl_py.experiments.spec import PROGRAMS
 from tccl_py.experiments.target import read_target
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan

@@ -13,10 +13,10 @@ import pytest
 from tccl_py.delivery.job import JobRequest, deliver
 from tccl_py.delivery.placement import prefer_numa_node
 from tccl_py.errors import InputError
-from tccl_py.experiments.collectives import bus_gbps
 from tccl_py.experiments.prediction import predicted_communication
+from tccl_py.experiments.spec import bus_gbps
 from tccl_py.experiments.target import read_target
-from tccl_py.experiments.tuning import stages
+from tccl_py.experiments.verify import stages
 from tccl_py.model.rings import Hop, bounce, ring, ring_like, ring_set
 from tccl_py.nccl.paths import path_types
 from tccl_py.nccl.settings import Settings, check_settings, environment, settings_from_environment

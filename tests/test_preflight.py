@@ -3,9 +3,9 @@
 import pytest
 
 from tccl_py.errors import MeasurementError
+from tccl_py.experiments.comparison import RunBudget
 from tccl_py.experiments.nccl_tests import NO_TORCH
 from tccl_py.experiments.preflight import check_collectives
-from tccl_py.experiments.rounds import RunBudget
 from tccl_py.experiments.spec import MIB, WrongValue
 from tccl_py.experiments.target import read_target
 from tccl_py.explanation.paths import collapse_patterns

@@ -11,7 +11,7 @@ from rich.console import Console
 from tccl_py.cli.verify import print_verification
 from tccl_py.experiments.comparison import compare
 from tccl_py.experiments.record import Verification
-from tccl_py.experiments.size_table import read_tunings
+from tccl_py.experiments.sizes import read_tunings
 from tccl_py.files import decode_json
 from tccl_py.report.sizes import arm_charts, size_charts, ticks_around
 from tccl_py.report.verification import facts_of, headline

@@ -9,7 +9,7 @@ import pytest
 from msgspec import structs
 
 from tccl_py.errors import InputError
-from tccl_py.experiments.rounds import RunBudget
+from tccl_py.experiments.comparison import RunBudget
 from tccl_py.experiments.target import target_of
 from tccl_py.experiments.verify import verify_target
 from tccl_py.explanation.findings import Explanation, Finding, RingExplanation

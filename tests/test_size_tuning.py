@@ -15,10 +15,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tccl_py.errors import InputError, MeasurementError
-from tccl_py.experiments.contests import FINALISTS, Tuner, all_choices, halve
 from tccl_py.experiments.jobs import HostRanks, Launcher
-from tccl_py.experiments.size_table import LEAST_GAIN, confirm, entries, predict
-from tccl_py.experiments.sizes import contests_again, load_sizes, tune_by_size, with_spots
+from tccl_py.experiments.rank import FINALISTS, Tuner, all_choices, halve
+from tccl_py.experiments.sizes import (
+    LEAST_GAIN,
+    confirm,
+    contests_again,
+    entries,
+    load_sizes,
+    predict,
+    tune_by_size,
+    with_spots,
+)
 from tccl_py.experiments.spec import (
     FINAL_ROUNDS,
     KIB,

@@ -12,8 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tccl_py.errors import InputError, MeasurementError
-from tccl_py.experiments.collectives import bus_gbps
-from tccl_py.experiments.comparison import FALSE_RATE, Compared, compare, row_seconds
+from tccl_py.experiments.comparison import (
+    FALSE_RATE,
+    Compared,
+    Rounds,
+    RunBudget,
+    compare,
+    row_seconds,
+)
 from tccl_py.experiments.jobs import (
     Arm,
     HostRanks,
@@ -23,13 +29,10 @@ from tccl_py.experiments.jobs import (
     round_order,
 )
 from tccl_py.experiments.plans import run
-from tccl_py.experiments.record import Verification, why_not_verified
-from tccl_py.experiments.rounds import Rounds, RunBudget
-from tccl_py.experiments.spec import JobResult, Row, WrongValue, batches
+from tccl_py.experiments.record import Verification, trade_offs, why_not_verified
+from tccl_py.experiments.spec import JobResult, Row, WrongValue, batches, bus_gbps
 from tccl_py.experiments.target import read_target
-from tccl_py.experiments.trade_offs import trade_offs
-from tccl_py.experiments.tuning import run_tuning
-from tccl_py.experiments.verify import Judge, verify_target
+from tccl_py.experiments.verify import Judge, run_tuning, verify_target
 from tccl_py.files import decode_json, encode_json
 from tccl_py.nccl.settings import Settings
 from tccl_py.plan.directory import write_plan

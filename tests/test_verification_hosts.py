@@ -10,10 +10,10 @@ from hypothesis import settings as hypothesis_settings
 from msgspec.structs import replace
 
 from tccl_py.errors import InputError, MeasurementError
+from tccl_py.experiments.comparison import RunBudget
 from tccl_py.experiments.jobs import THIS_HOST, HostRanks, Launcher
 from tccl_py.experiments.plans import check_hosts
 from tccl_py.experiments.record import Verification
-from tccl_py.experiments.rounds import RunBudget
 from tccl_py.experiments.spec import JobResult, JobSpec, batches, rows_of
 from tccl_py.experiments.target import target_of
 from tccl_py.experiments.verify import verify_target

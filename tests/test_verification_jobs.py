@@ -17,12 +17,13 @@ import msgspec
 import pytest
 
 from tccl_py.errors import MeasurementError
-from tccl_py.experiments.calls import Tensors, transfers
-from tccl_py.experiments.collectives import COLLECTIVES, Collective
+from tccl_py.experiments.calls import Tensors, ThreadStopwatch, transfers
+from tccl_py.experiments.comparison import RunBudget
 from tccl_py.experiments.jobs import Arm, HostRanks, Launcher, LocalRunner, rank_environment
-from tccl_py.experiments.rounds import RunBudget
 from tccl_py.experiments.spec import (
     BATCHES,
+    COLLECTIVES,
+    Collective,
     Contest,
     JobSpec,
     Row,
@@ -31,7 +32,6 @@ from tccl_py.experiments.spec import (
     rows_of,
     training_rows,
 )
-from tccl_py.experiments.together import ThreadStopwatch
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.tuner import COLLECTIVES as TUNED
 from tccl_py.rank_processes.forkserver import ForkServer

@@ -15,12 +15,11 @@ from msgspec.structs import replace
 from tccl_py.cli import verify
 from tccl_py.errors import InputError, SourceLostError, Terminated
 from tccl_py.experiments import plans
+from tccl_py.experiments.comparison import RunBudget
 from tccl_py.experiments.record import Verification
-from tccl_py.experiments.rounds import RunBudget
 from tccl_py.experiments.spec import SIZES
 from tccl_py.experiments.target import read_target, target_of
-from tccl_py.experiments.tuning import run_tuning
-from tccl_py.experiments.verify import verify_target
+from tccl_py.experiments.verify import run_tuning, verify_target
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.validator import NodeJob, validate_cluster
 from tccl_py.plan.directory import nccl_files, write_plan

@@ -23,16 +23,14 @@ from tccl_py.cli.process import (
     print_json,
 )
 from tccl_py.errors import InputError
-from tccl_py.experiments.collectives import PROGRAMS, Collective
-from tccl_py.experiments.comparison import LEAST_ROUNDS, MAX_ROUNDS
+from tccl_py.experiments.comparison import LEAST_ROUNDS, MAX_ROUNDS, RunBudget, budget_of
 from tccl_py.experiments.jobs import RANK_VARIABLES, Launcher
 from tccl_py.experiments.means import NCCL
 from tccl_py.experiments.nccl_tests import find_program, size_options
 from tccl_py.experiments.plans import compare_means, tuning_budget, verify_plan
 from tccl_py.experiments.record import Verification
-from tccl_py.experiments.rounds import RunBudget, budget_of
-from tccl_py.experiments.size_table import SizeTuning
-from tccl_py.experiments.sizes import load_sizes
+from tccl_py.experiments.sizes import SizeTuning, load_sizes
+from tccl_py.experiments.spec import PROGRAMS, Collective
 from tccl_py.launchers import in_job
 from tccl_py.model.measurement import Backend
 from tccl_py.nccl.settings import GRAPH_VARIABLE

@@ -13,9 +13,8 @@ from msgspec import structs
 
 from tccl_py.decision import StepTime, Times, best_for, over, step_times
 from tccl_py.errors import InputError, require
-from tccl_py.experiments.collectives import COLLECTIVE_WORDS
 from tccl_py.experiments.comparison import SMALLEST_EFFECT
-from tccl_py.experiments.spec import Row, calls_of
+from tccl_py.experiments.spec import COLLECTIVE_WORDS, Row, calls_of
 from tccl_py.files import says
 from tccl_py.plan.chains import ChoiceName
 from tccl_py.plan.results import Kept

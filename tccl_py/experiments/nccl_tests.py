@@ -21,8 +21,15 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from tccl_py.errors import InputError, visible
-from tccl_py.experiments.collectives import COLLECTIVES, PROGRAMS
-from tccl_py.experiments.spec import KIB, JobResult, JobSpec, WrongValue, batches
+from tccl_py.experiments.spec import (
+    COLLECTIVES,
+    KIB,
+    PROGRAMS,
+    JobResult,
+    JobSpec,
+    WrongValue,
+    batches,
+)
 from tccl_py.nccl.communicators import parse_log
 from tccl_py.rank_processes.rank import read_spec, write_result
 from tccl_py.rank_processes.tasks import LOGS, nccl_log

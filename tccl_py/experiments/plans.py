@@ -24,15 +24,20 @@ from tccl_py.errors import (
     require,
 )
 from tccl_py.experiments.communication import Communications, keep_communication
+from tccl_py.experiments.comparison import RunBudget
 from tccl_py.experiments.jobs import THIS_HOST, HostRanks, Launcher, LocalRunner, Say
 from tccl_py.experiments.means_table import MeansTable, measure_means
 from tccl_py.experiments.record import Verification
-from tccl_py.experiments.rounds import RunBudget
 from tccl_py.experiments.sizes import SIZE_SECONDS, tune_by_size
 from tccl_py.experiments.spec import SIZES
 from tccl_py.experiments.target import Target, read_target
-from tccl_py.experiments.tuning import COMPARISON_SECONDS, SWEEP_SECONDS, run_tuning
-from tccl_py.experiments.verify import Interrupted, verify_target
+from tccl_py.experiments.verify import (
+    COMPARISON_SECONDS,
+    SWEEP_SECONDS,
+    Interrupted,
+    run_tuning,
+    verify_target,
+)
 from tccl_py.files import SPACE
 from tccl_py.nccl.settings import environment, shell_text
 from tccl_py.nccl.variables import HOST_VARIABLES

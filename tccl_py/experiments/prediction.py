@@ -15,9 +15,8 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from tccl_py.errors import MeasurementError, SearchError
-from tccl_py.experiments.collectives import COLLECTIVES, Collective, bus_gbps
 from tccl_py.experiments.communication import Communication, communication_of, timed_calls
-from tccl_py.experiments.spec import MIB, Row
+from tccl_py.experiments.spec import COLLECTIVES, MIB, Collective, Row, bus_gbps
 from tccl_py.model.measurement import IN_DRY_RUN, BandwidthSource, mark
 from tccl_py.model.rings import Hop, Ring, neighbours
 from tccl_py.model.transfer import transfer_set

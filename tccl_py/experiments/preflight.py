@@ -20,14 +20,12 @@ import msgspec
 from msgspec.structs import replace
 
 from tccl_py.errors import InputError, require, size_text, spell
-from tccl_py.experiments.collectives import PROGRAMS, Collective
-from tccl_py.experiments.comparison import Timed, over_earlier
+from tccl_py.experiments.comparison import RunBudget, Timed, over_earlier
 from tccl_py.experiments.jobs import Launcher
 from tccl_py.experiments.nccl_tests import NO_TORCH
 from tccl_py.experiments.plans import launcher_of
 from tccl_py.experiments.record import ArmResult, Verification
-from tccl_py.experiments.rounds import RunBudget
-from tccl_py.experiments.spec import MIB, is_large
+from tccl_py.experiments.spec import MIB, PROGRAMS, Collective, is_large
 from tccl_py.experiments.target import Target, read_target
 from tccl_py.experiments.verify import run_once
 from tccl_py.health.drift import Drift, Effort, TooShortError

@@ -1,27 +1,48 @@
-"""Verification: value checks, interleaved rounds of all arms, NCCL's log, and the winner."""
+"""Verification: value checks, rounds of all arms, NCCL's log, and the winner; tuning by jobs.
+
+Tuning is a sweep over settings, then comparisons of the best ones with default NCCL. In the sweep
+each candidate has one job, interleaved with a baseline job. Socket threads come first where hosts
+talk over sockets. Then come channels and FIFO size, because most follows from the footprint of all
+FIFOs; then Ring alone, P2P levels or NIC buffer placements; last the owner of host buffers, reads
+instead of writes, and copy engines. Only the best candidate of each choice is compared in rounds.
+"""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from itertools import zip_longest
+from statistics import median
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from tccl_py.decision import LEAST_RATIO
 from tccl_py.delivery.delivered import RingsFound, rings_found
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.experiments.communication import Communication, communication_of, timed_calls
-from tccl_py.experiments.comparison import timed_rows
-from tccl_py.experiments.jobs import AGAIN, Arm, Launcher, Outcome
-from tccl_py.experiments.record import ArmResult, Verification, good_choices
-from tccl_py.experiments.rounds import Rounds, RunBudget, least_rounds, run_rounds
-from tccl_py.experiments.spec import JobSpec, Row, WrongValue, large_gbps, training_rows
+from tccl_py.experiments.comparison import (
+    SMALLEST_EFFECT,
+    Rounds,
+    RunBudget,
+    Timed,
+    least_rounds,
+    run_rounds,
+    timed_rows,
+)
+from tccl_py.experiments.jobs import AGAIN, Arm, ConcurrentJobs, Launcher, Outcome
+from tccl_py.experiments.record import ArmResult, Tried, Verification, good_choices
+from tccl_py.experiments.spec import JobSpec, Row, WrongValue, large_gbps, rows_of, training_rows
 from tccl_py.experiments.target import Target
 from tccl_py.files import pick
-from tccl_py.plan.chains import BY_VARIABLES, ChoiceName, as_good
-from tccl_py.plan.text import plan_name
+from tccl_py.nccl.settings import Settings, check_settings
+from tccl_py.nccl.transport import LAST_STAGE, PATH_STAGE, SIZE_STAGE, searched_in, values_of
+from tccl_py.nccl.versions import version_facts
+from tccl_py.plan.chains import BY_VARIABLES, CHOICES, ChoiceName, as_good
+from tccl_py.plan.text import choice_words, plan_name
 
 DRY_RUN = "a DRY RUN over gloo"
 _equal = partial(math.isclose, rel_tol=5e-3)
@@ -235,3 +256,272 @@ def _wrong_training(baseline: Sequence[Outcome], jobs: Sequence[Outcome]) -> Ite
                     what = f"loss and gradients {times.trained} instead of {before}"
                     case = f"training step, {times.row.mode}"
                     yield WrongValue(case=case, rank=rank.rank, what=what)
+
+
+SWEEP_SECONDS = 105.0
+COMPARISON_SECONDS = 150.0
+"""For each comparison, before the sweep and after it."""
+WHOLE_SECONDS = 480.0
+"""With the first comparison: a second one after the sweep runs only if it will end by then."""
+ATTEMPTS = 2
+"""Comparisons after the sweep: of the best settings, and of the best with other channels if those
+harm a training step or a size, about which one job says little."""
+_LEAST = 0.9
+"""Candidates with a smaller worst ratio are dropped: jobs of small messages differ by a fifth, and
+a candidate has one job."""
+
+Candidate = tuple[ChoiceName, Settings]
+Stage = Callable[[Settings], Iterator[Settings]]
+"""Returns the settings to try, from the best so far."""
+
+
+def run_tuning(
+    plan: Target,
+    launcher: Launcher,
+    budget: RunBudget,
+    first: Verification,
+    *,
+    seconds: float = SWEEP_SECONDS,
+) -> tuple[Target, Verification]:
+    """Try other settings for a plan, verified by `first`; its directory does not change.
+
+    Return the best plan and its verification; the given plan where none is better. The best
+    settings are compared with training steps as well: more channels can be faster alone and take
+    from computation at the same time. The sweep ends after `seconds`.
+    """
+    begun = time.monotonic() - first.seconds
+    # 1. Try candidates, one job each.
+    sweep = Sweep(plan, launcher, budget, first)
+    trials = _trials(plan, sweep, deadline=time.monotonic() + seconds)
+    tried = (sweep.baseline(), *trials)
+    # 2. Compare the best of each choice in rounds; the second best where those are no better.
+    careful = replace(budget, training=True)
+    judged, compared = _judged_by_winner(first), list[tuple[Target, Verification]]()
+    for _ in range(ATTEMPTS):
+        fastest = ((name, _fastest(trials, name)) for name in plan.choices)
+        best_of = {name: trial for name, trial in fastest if trial is not None}
+        settings = {name: trial.settings for name, trial in best_of.items()}
+        changes = {name: best for name, best in settings.items() if best != plan.choices[name]}
+        # Predictions cannot be compared with job throughput: use the jobs' for all choices.
+        rates = {name: gbps for name, gbps in first.achieved.items() if name not in plan.choices}
+        trials_of = {"default": tried[0], **best_of}
+        rates |= {n: trial.achieved_gbps for n, trial in trials_of.items() if trial.achieved_gbps}
+        changed = plan.retune(changes, rates) if changes else plan
+        if changed.choices == plan.choices:
+            break
+        again = _judged_by_winner(verify_target(changed, launcher, careful))
+        compared.append((changed, again))
+        late = time.monotonic() - begun + again.seconds > WHOLE_SECONDS
+        if late or _better(again, judged):
+            break
+        # The number of channels is what mostly harms small messages, or training.
+        harmful = {(name, *_channels(best_of[name])) for name in changes}
+        trials = [trial for trial in trials if (trial.name, *_channels(trial)) not in harmful]
+    better = [each for each in compared if _better(each[1], judged)]
+    rejected = [text for each in compared if each not in better for text in _rejections(each[1])]
+    # 3. Offer settings that only large messages gain from; they are not recommended.
+    if not better and judged.chosen == "default":
+        better = [each for each in compared if _faster_when_large(each[1])]
+    best_plan, best = (*better, (plan, judged))[0]
+    # 4. Keep the plan where neither its settings nor its recommendation change.
+    if best_plan is plan and best.chosen == first.recommended:
+        best = first
+    else:
+        best_plan = best_plan.settle(best)
+    return best_plan, replace(best, tried=tried, notices=(*best.notices, *rejected))
+
+
+def _rejections(result: Verification) -> Iterator[str]:
+    """Yield why the tuned settings of each choice are not used."""
+    for arm in result.arms[1:]:
+        if arm.name == "large-buffers":  # Are not tuned.
+            continue
+        why = "; ".join(result.objections(arm)) or "no clear gain"
+        lead = f"{arm.large.ratio:.2f}x default NCCL at large sizes"
+        yield f"tuned, not used: {choice_words(arm.name, arm.settings)}: {lead}, but {why}"
+
+
+def _faster_when_large(result: Verification) -> bool:
+    """Return whether jobs of all arms were right, and variables clearly gain at large sizes."""
+    variables = result.arm("variables")
+    right = not any(arm.faults for arm in result.arms)
+    return right and variables is not None and variables.large.low > 1 + SMALLEST_EFFECT
+
+
+def _judged_by_winner(result: Verification) -> Verification:
+    return replace(result, recommended=result.winner, chosen=result.winner)
+
+
+def _trials(plan: Target, sweep: Sweep, *, deadline: float) -> list[Tried]:
+    """Try the plan's own settings, and the stages' until the deadline.
+
+    Each stage starts from the best settings of each choice so far.
+    """
+    trials = sweep.run(list(plan.choices.items()))
+    for steps in zip_longest(*(stages(plan, name) for name in plan.choices)):
+        tried = {(trial.name, trial.settings) for trial in trials}
+        candidates: dict[Candidate, None] = {}
+        for name, stage in zip(plan.choices, steps, strict=True):
+            best = _fastest(trials, name)
+            base = plan.choices[name] if best is None else best.settings
+            candidates |= {(name, settings): None for settings in (stage(base) if stage else ())}
+        waiting = [pair for pair in candidates if pair not in tried and plan.permits(*pair)]
+        while waiting and time.monotonic() < deadline:
+            count = sweep.at_once
+            trials += sweep.run(waiting[:count])
+            waiting = waiting[count:]
+    return trials
+
+
+def _fastest(trials: Sequence[Tried], name: ChoiceName) -> Tried | None:
+    """Return the fastest candidate at large sizes that is not much slower than default NCCL.
+
+    Candidates that gain and leave send/recv and all-to-all as they are come first: only these may
+    be harmless. Of equally fast ones it is the first.
+    """
+    usable = [trial for trial in trials if trial.name == name and trial.worst_ratio >= _LEAST]
+    best: Tried | None = None
+    for trial in usable:
+        if best is None or _rank(trial) > _rank(best, 1 + SMALLEST_EFFECT):
+            best = trial
+    return best
+
+
+def _rank(trial: Tried, times: float = 1.0) -> tuple[bool, float]:
+    return _gains(trial), (trial.achieved_gbps or 0.0) * times
+
+
+def _gains(trial: Tried) -> bool:
+    return trial.gain > 1 + SMALLEST_EFFECT and trial.transfer_ratio >= LEAST_RATIO
+
+
+def _channels(trial: Tried) -> tuple[int, int | None]:
+    return trial.settings.channels, trial.settings.min_channels
+
+
+def _better(result: Verification, first: Verification) -> bool:
+    """Return whether a tuned plan is faster than the first, or as fast by a smaller choice.
+
+    Both are relative to default NCCL.
+    """
+    if not (result.judged.accepted and first.judged.accepted):
+        return result.judged.accepted
+    lead = result.judged.large.ratio / first.judged.large.ratio
+    if CHOICES.index(result.chosen) < CHOICES.index(first.chosen):
+        return lead >= 1 - SMALLEST_EFFECT
+    return lead >= 1 + SMALLEST_EFFECT
+
+
+class Sweep:
+    """Runs one job for each candidate, interleaved with a baseline job, and rates them.
+
+    `first`, the verification of the plan, has the slowest baseline job at each size; trials have
+    some sizes of `budget`.
+    """
+
+    def __init__(
+        self, target: Target, launcher: Launcher, budget: RunBudget, first: Verification
+    ) -> None:
+        self._target, self._launcher = target, launcher
+        slowest = {row.bytes: max(row.seconds) for row in first.arms[0].sizes}
+        few = rows_of(budget.few_sizes, budget.collectives)
+        self._slowest = {row: slowest.get(row.bytes, 0.0) for row in few}
+        transfers = budget.transfers()
+        largest = max((row.bytes for row in transfers), default=0)
+        rows = (*few, *(row for row in transfers if row.bytes == largest))
+        self._jobs = ConcurrentJobs(launcher, JobSpec(rows=rows))
+        self._default: dict[Row, Timed] = {}
+        self._default_gbps: list[float] = []
+
+    @property
+    def at_once(self) -> int:
+        """Return the number of concurrent candidates beside the baseline job."""
+        return max(1, self._jobs.at_once - 1)
+
+    def run(self, candidates: Sequence[Candidate]) -> list[Tried]:
+        """Run a job of each candidate. Raises MeasurementError: the baseline job failed."""
+        named = (f"{name} of {settings.buffsize >> 10} KiB" for name, settings in candidates)
+        self._launcher.watch(f"trying {', '.join(named)}")
+        with_default = self._jobs.at_once > 1 or not self._default
+        arms = [self._target.arms[0]] * with_default
+        for name, settings in candidates:
+            planned = settings == self._target.choices[name]
+            target = self._target if planned else self._target.retune({name: settings})
+            arms.append(target.arm(name))
+        outcomes = [outcome for _, outcome in self._jobs.run(arms)]
+        if with_default:
+            default = outcomes.pop(0)
+            if isinstance(default, MeasurementError):
+                raise default
+            self._default = timed_rows(self._launcher, [default])
+        self._default_gbps += [self._gbps(self._default)] * len(candidates)
+        return list(map(self._try, candidates, outcomes))
+
+    def baseline(self) -> Tried:
+        """Return default NCCL with the median rate of its jobs."""
+        settings = Settings(version=self._target.plan.choices["variables"].settings.version)
+        rate = median(self._default_gbps)
+        return Tried(name="default", settings=settings, achieved_gbps=rate, worst_ratio=1.0)
+
+    def _try(self, candidate: Candidate, outcome: Outcome | MeasurementError) -> Tried:
+        """Return a candidate's rates over those of the baseline job beside it."""
+        name, settings = candidate
+        if isinstance(outcome, MeasurementError):
+            return Tried(name=name, settings=settings, failed=str(outcome))
+        rows = timed_rows(self._launcher, [outcome])
+        gbps, sizes, transfers = self._gbps(rows), list[float](), list[float]()
+        for row, timed in rows.items():
+            slowest = max(*self._default[row].seconds, self._slowest.get(row, 0.0))
+            # What is no size is send/recv and all-to-all.
+            (sizes if row in self._slowest else transfers).append(slowest / timed.seconds[0])
+        return Tried(
+            name=name,
+            settings=settings,
+            achieved_gbps=gbps,
+            worst_ratio=min(sizes),
+            transfer_ratio=min(transfers, default=1.0),
+            gain=gbps / self._gbps(self._default),
+        )
+
+    def _gbps(self, rows: Mapping[Row, Timed]) -> float:
+        """Return the bus bandwidth at the large sizes."""
+        return large_gbps([(row.bytes, rows[row].gbps) for row in self._slowest]) or 0.0
+
+
+def stages(target: Target, name: ChoiceName) -> tuple[Stage, ...]:
+    """Return the stages of a choice's sweep.
+
+    Where the plugin places bounce buffers, its index holds for the planned settings alone.
+    """
+    if target.choices[name].shm_placement:
+        return ()
+    facts = version_facts(target.choices[name].version)
+
+    def channels_and_sizes(base: Settings) -> Iterator[Settings]:
+        for count in target.channels(name):
+            # NCCL doubles the channels of a file, and of its own search.
+            changes: dict[str, object] = {"channels": count}
+            if name == "variables":
+                changes = {"min_channels": 2 * count if count > base.channels else None}
+            if count <= facts.max_channels:
+                for size in values_of("buffsize", "jobs", SIZE_STAGE):
+                    yield _list_changes(base, **changes, buffsize=size)
+
+    def others(stage: int, base: Settings) -> Iterator[Settings]:
+        kinds = target.kinds(name, base)
+        for row in searched_in("jobs", stage, network=target.network):
+            for changes in row.changes if row.fits(kinds) else ():
+                with suppress(InputError):  # This version has no such setting.
+                    if (changed := _list_changes(base, **changes)) != base:
+                        yield changed
+        if stage == PATH_STAGE:
+            yield from map(check_settings, target.other_paths(name, base))
+
+    return tuple(
+        channels_and_sizes if stage == SIZE_STAGE else partial(others, stage)
+        for stage in range(1, LAST_STAGE + 1)
+    )
+
+
+def _list_changes(base: Settings, **changes: object) -> Settings:
+    return check_settings(replace(base, **changes))

@@ -16,8 +16,7 @@ import numpy as np
 
 from tccl_py.errors import InputError
 from tccl_py.experiments.record import Verification
-from tccl_py.experiments.size_table import SizeTuning
-from tccl_py.experiments.sizes import load_sizes
+from tccl_py.experiments.sizes import SizeTuning, load_sizes
 from tccl_py.explanation.findings import Explanation
 from tccl_py.health.host import HostState
 from tccl_py.health.pci import links_now

@@ -10,9 +10,8 @@ from msgspec import UNSET, UnsetType
 
 from tccl_py.errors import InputError
 from tccl_py.experiments.communication import Communication
-from tccl_py.experiments.record import Verification
+from tccl_py.experiments.record import TradeOff, Verification, trade_offs
 from tccl_py.experiments.sizes import load_sizes
-from tccl_py.experiments.trade_offs import TradeOff, trade_offs
 from tccl_py.files import fill, says
 from tccl_py.health.advice import Advice
 from tccl_py.model.links import Proof

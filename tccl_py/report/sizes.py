@@ -11,7 +11,7 @@ import msgspec
 
 from tccl_py.errors import size_text, spell
 from tccl_py.experiments.record import Verification
-from tccl_py.experiments.size_table import SizeRow, SizeTuning, covers
+from tccl_py.experiments.sizes import SizeRow, SizeTuning, covers
 from tccl_py.experiments.spec import GIB, KIB, MIB, Row, TunerChoice
 from tccl_py.files import fill, says
 from tccl_py.nccl.tuner import TunerEntry

@@ -9,20 +9,20 @@ import msgspec
 
 from tccl_py.decision import Harm
 from tccl_py.errors import size_text
-from tccl_py.experiments.collectives import Collective
 from tccl_py.experiments.communication import Communication
 from tccl_py.experiments.comparison import FALSE_RATE, SMALLEST_EFFECT, Timed, Verdict
 from tccl_py.experiments.record import (
     WINS,
     ArmResult,
+    TradeOff,
     Verification,
     groups_text,
     row_words,
     sizes_text,
+    trade_offs,
 )
-from tccl_py.experiments.size_table import SizeTuning
-from tccl_py.experiments.spec import Groups, WrongValue, is_large
-from tccl_py.experiments.trade_offs import TradeOff, trade_offs
+from tccl_py.experiments.sizes import SizeTuning
+from tccl_py.experiments.spec import Collective, Groups, WrongValue, is_large
 from tccl_py.files import fill, pick, says
 from tccl_py.model.measurement import Backend, mark
 from tccl_py.nccl.settings import Settings

@@ -10,11 +10,10 @@ import time
 
 import pytest
 
-from tccl_py.experiments.collectives import COLLECTIVES
 from tccl_py.experiments.jobs import HostRanks, Launcher
 from tccl_py.experiments.means_table import MeansTable
 from tccl_py.experiments.record import Verification
-from tccl_py.experiments.spec import JobSpec, groups_of, rows_of, training_rows
+from tccl_py.experiments.spec import COLLECTIVES, JobSpec, groups_of, rows_of, training_rows
 from tccl_py.experiments.target import read_target
 from tccl_py.plan.load import load_plan
 from tests.gpu.ranks import PINNED, REAL
