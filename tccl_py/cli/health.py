@@ -403,11 +403,7 @@ def _means_lines(made: Plan, workload: str | None, directory: Path | None) -> Li
     """Return lines on other means than NCCL, if a workload is given."""
     if workload is None:
         return ()
-    from tccl_py.experiments.means_table import (  # noqa: PLC0415 (slow)
-        MeansTable,
-        links_of,
-        means_lines,
-    )
+    from tccl_py.experiments.means_table import MeansTable, links_of, means_lines  # noqa: PLC0415
 
     table = None if directory is None else MeansTable.load(directory)
     return tuple(means_lines(workload, links_of(made.machine, made.knowledge), table))
