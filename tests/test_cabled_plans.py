@@ -19,6 +19,7 @@ from tccl_py.merge.cables import steps_between
 from tccl_py.model.cluster import Cable, Cluster, Host, NodeClass, check_cluster
 from tccl_py.nccl.network import route_nics
 from tccl_py.nccl.settings import Settings, environment
+from tccl_py.nccl.view import usable_nics
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.host_files import ClusterFiles, host_graphs
 from tccl_py.plan.tables import table_files
@@ -218,14 +219,14 @@ def of_classes(models, cables):
     return make_cluster_plan(check_cluster(made, where="cluster"), list(map(Simulator, models)))
 
 
-def test_nccls_own_rings_under_the_variables_take_every_nic_that_these_name():
-    # One list of NICs holds for all hosts: the last has no cable at two of them.
+def test_hosts_whose_cables_are_at_other_nics_are_told_their_own():
+    # The last has no cable at two of the NICs that the others use.
     plan = of_classes([MODEL] * 3, [(0, (0, 2), 1, (1, 3)), (1, (0,), 2, (1,)), (2, (0,), 0, (1,))])
     variables = plan.choices["variables"]
-    assert "roceP2p1s0f0:1" in variables.settings.ib_hca
-    assert variables.rate_gbps is None
-    assert variables.note == "NCCL would connect spark1 N2 and spark2 N2, which no cable joins"
-    assert plan.recommended == "graph"
+    assert variables.fails is None and variables.rate_gbps
+    for number, ends in enumerate([{0, 1, 2}, {0, 1, 3}, {0, 1}]):
+        own = plan.settings_on(number, variables.settings)
+        assert set(usable_nics(plan.cluster.classes[number].machine, own)) == ends
 
 
 def test_default_nccl_has_no_rate_where_hosts_of_any_class_have_nics_without_cable(tmp_path):

@@ -10,19 +10,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tccl_py.delivery.job import JobRequest, deliver
+from tccl_py.delivery.scripts import script
 from tccl_py.errors import InputError, SearchError
+from tccl_py.experiments.target import read_target
 from tccl_py.model.cluster import Cluster, Host, NodeClass
 from tccl_py.model.machine import Knowledge
 from tccl_py.model.reports import HostReport, cluster_of, with_rails
 from tccl_py.nccl.connections import HostChannels, ring_connections, tree_connections
 from tccl_py.nccl.graph_file import parse_graph_file
 from tccl_py.nccl.graph_search import DefaultChain, search_ring, search_tree
+from tccl_py.nccl.plugin import LIBRARY
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.view import view
 from tccl_py.plan.chains import Choice
 from tccl_py.plan.directory import write_new_plan
 from tccl_py.plan.host_files import ClusterFiles
-from tccl_py.plan.load import load_plan
+from tccl_py.plan.load import check_plan, load_plan
 from tccl_py.planning.cables import failing
 from tccl_py.planning.jobs import as_achieved, plan_of_job
 from tccl_py.planning.planner import make_cluster_plan
@@ -34,8 +38,9 @@ from tccl_py.simulator.source import Simulator
 from tests.nccl_cases import CASES, machine
 from tests.nccl_exchange import Graph, connections, off_rails
 from tests.nccl_nodes import with_nics
-from tests.planned import rebind, replace_plan
+from tests.planned import needing_a_graph, rebind, replace_plan
 from tests.test_cli_plan import done
+from tests.test_cluster_directory import named_host, sourced
 from tests.toy import toy_machine
 
 REPORT = CASES / "clusters" / "nvl4_2rails.xml"
@@ -299,11 +304,48 @@ def test_hosts_whose_fast_nics_sit_at_other_places_are_planned_by_the_names_of_t
         assert all((a == "mlx5_0") == (b == "mlx5_0") for a, b in zip(*ends, strict=True))
 
 
-def test_names_of_nics_for_all_hosts_that_bring_slow_ones_back_are_told_with_each_hosts_own(unlike):
-    told = [notice for notice in unlike.notices if "NCCL_IB_HCA" in notice]
-    assert len(told) == 2
-    assert "NCCL_IB_HCA==mlx5_0:1,mlx5_3:1" in told[0]
-    assert "NCCL_IB_HCA==mlx5_0:1,mlx5_1:1" in told[1]
+HCAS = {"h0": "=mlx5_0:1,mlx5_3:1", "h1": "=mlx5_0:1,mlx5_1:1"}
+HCAS |= {"h2": HCAS["h0"], "h3": HCAS["h1"]}
+
+
+def test_each_host_gets_the_names_of_its_own_nics(unlike, tmp_path):
+    plan, directory = needing_a_graph(unlike), tmp_path / "plan"
+    [notice] = [text for text in plan.notices if "NCCL_IB_HCA" in text]
+    assert all(hcas in notice for hcas in HCAS.values())
+    tables = {node.name: "{}" for node in plan.cluster.classes}
+    write_new_plan(plan, directory, tables)
+    assert load_plan(directory) == plan
+    (directory / "nccl" / LIBRARY).touch()
+    for host, hcas in HCAS.items():
+        # 1. What a rank sources, and what `tccl env`, `run` and `install` give.
+        (place := tmp_path / host).mkdir()
+        tools = named_host(place, host, None)
+        found, said = sourced("sh", directory / "nccl" / "env.sh", tools)
+        graph = str(directory / "nccl" / "hosts" / f"{host}.xml")
+        assert (found["NCCL_IB_HCA"], found["NCCL_GRAPH_FILE"], said) == (hcas, graph, "")
+        for plugin in (False, True):
+            request = JobRequest(host=host, plugin=plugin, nccl="2.30.4" if plugin else None)
+            given = deliver(plan, directory, request, say=pytest.fail)
+            assert given.variables["NCCL_IB_HCA"] == given.choice.environment["NCCL_IB_HCA"] == hcas
+        # 2. What the plugin asks for there.
+        index = (directory / "nccl" / "hosts" / f"{host}.index").read_text().splitlines()
+        assert f"need NCCL_IB_HCA {hcas}" in index
+    # 3. Jobs of `tccl verify`, and NCCL's own view of the files there.
+    target = read_target(plan, directory)
+    arm = target.arm("graph")
+    assert {host: own["NCCL_IB_HCA"] for host, own in arm.of_hosts.items() if own} == HCAS
+    verdict = target.verdict(plan.settings.version, arm.variables)
+    assert verdict.verdict == "used", verdict
+    # 4. One script for all hosts cannot say it.
+    with pytest.raises(InputError):
+        script("module", plan, directory, given, equal_hosts=False)
+
+
+def test_names_for_another_number_of_classes_are_refused(unlike):
+    for names in (unlike.class_nics[:1], (("mlx5_0:1",), ("a b",)), (("mlx5_9:1",), ())):
+        damaged = msgspec.structs.replace(unlike, class_nics=names)
+        with pytest.raises(InputError):
+            check_plan(damaged, where="plan")
 
 
 def test_without_names_such_hosts_share_no_second_rail():

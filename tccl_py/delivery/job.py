@@ -20,7 +20,7 @@ from tccl_py.nccl.versions import NEWER_VARIABLE, why_no_plugin
 from tccl_py.nccl_library import installed_nccl
 from tccl_py.plan.chains import Choice, ChoiceName
 from tccl_py.plan.directory import files_of
-from tccl_py.plan.host_files import host_graph_file
+from tccl_py.plan.host_files import host_graph_file, own_variables
 from tccl_py.plan.machine_files import part_file, placement
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import Tuning
@@ -149,9 +149,11 @@ def deliver(plan: Plan, directory: Path, request: JobRequest, *, say: Say) -> De
         variables = plugin_exports(plan, directory, equal_hosts=request.equal_hosts)
     else:
         variables = choice_variables(plan, directory, choice, file, plugin=False)
+    own, names = _with_own_nics(plan, plan.choices[choice], place.job.get("host"))
+    variables |= names
     return Delivery(
         job=place.job,
-        choice=plan.choices[choice],
+        choice=own,
         provenance=plan.provenance_of(choice),
         variables=variables,
         numa_id=numa_id,
@@ -210,7 +212,17 @@ def deliver_to_host(plan: Plan, directory: Path, request: JobRequest, *, say: Sa
             say(f"without the plugin, by variables alone: {why}")
         else:
             variables = loading | ({NEWER_VARIABLE: newest} if newest else {})
-    return Delivery(choice=choice, provenance=plan.provenance_of(name), variables=variables)
+    choice, names = _with_own_nics(plan, choice, host_here(plan))
+    provenance = plan.provenance_of(name)
+    return Delivery(choice=choice, provenance=provenance, variables=variables | names)
+
+
+def _with_own_nics(plan: Plan, choice: Choice, host: str | None) -> tuple[Choice, dict[str, str]]:
+    """Return a choice on a host of a plan, and the variables that are that host's own."""
+    names = own_variables(plan, choice.settings).get(host or "", {})
+    number = plan.cluster.host_classes[host] if host and names else 0
+    settings = plan.settings_on(number, choice.settings) if names else choice.settings
+    return msgspec.structs.replace(choice, settings=settings), names
 
 
 def _on_host(plan: Plan, directory: Path, request: JobRequest, say: Say) -> _Place:

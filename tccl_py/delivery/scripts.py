@@ -9,7 +9,9 @@ from typing import Literal, get_args
 
 from tccl_py.delivery.fit import ALIKE_VARIABLE
 from tccl_py.delivery.job import Delivery
+from tccl_py.errors import InputError
 from tccl_py.model.machine import Fingerprint
+from tccl_py.plan.host_files import own_variables
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import planned_fingerprint
 
@@ -25,6 +27,9 @@ def script(
 
     With `equal_hosts` it is for all hosts whose GPUs are equal to the plan's.
     """
+    if own_variables(plan, delivery.choice.settings):
+        fault = "is for hosts that need unlike names of NICs"
+        raise InputError("a script for all hosts", fault, "run `tccl install` on each of them")
     more = {ALIKE_VARIABLE: "1"} if equal_hosts else {}
     variables = {**delivery.variables, **more}
     if form == "module":

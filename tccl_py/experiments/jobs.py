@@ -63,6 +63,8 @@ class Arm(Choice, frozen=True, kw_only=True):
     graphs: dict[str, str] = msgspec.field(default_factory=dict)
     """The texts of graph files by host: each host's ranks get their own, whatever path
     NCCL_GRAPH_FILE of `variables` names."""
+    of_hosts: dict[str, dict[str, str]] = msgspec.field(default_factory=dict)
+    """Variables that a host's ranks have of their own, by host."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -185,7 +187,7 @@ class Launcher(msgspec.Struct, frozen=True, kw_only=True):
         return {name: caller[name] for name in names if name in caller} | arm.variables
 
     def _task(self, host: HostRanks, arm: Arm, spec: JobSpec) -> Task:
-        variables, files = dict(arm.variables), {}
+        variables, files = arm.variables | arm.of_hosts.get(host.name, {}), {}
         if GRAPH_VARIABLE in variables:
             variables[GRAPH_VARIABLE] = f"{FOLDER}/{GRAPH_FILE}"
             files[GRAPH_FILE] = arm.graphs[host.name]

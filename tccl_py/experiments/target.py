@@ -40,7 +40,7 @@ from tccl_py.plan.chains import (
     per_channel,
 )
 from tccl_py.plan.directory import files_of, graph_texts, write_plan
-from tccl_py.plan.host_files import HOSTS_FOLDER
+from tccl_py.plan.host_files import HOSTS_FOLDER, own_variables
 from tccl_py.plan.machine_files import GRAPH_FILE, class_view
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import ProvenLinks, planned_fingerprint
@@ -93,6 +93,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         arms: dict[ChoiceName, Arm] = {}
         different: dict[tuple[tuple[str, str], ...], Arm] = {}
         plan, control = self.plan, self.plan.choices[self.plan.control]
+        baseline = plan.choices["default"] if plan.control == "default" else control
         for name, option in plan.choices.items():
             if name in self.left_out or (option.fails and name != "default"):
                 continue
@@ -108,6 +109,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                 predicted_gbps=choice.best_known_gbps,
                 variables=variables,
                 graphs=dict(self.graphs) if GRAPH_VARIABLE in variables else {},
+                of_hosts=own_variables(plan, (baseline if name == "default" else option).settings),
             )
             arms[name] = different.setdefault(tuple(sorted(variables.items())), arm)
         return arms
@@ -310,12 +312,14 @@ class ClusterTarget(Target, frozen=True, kw_only=True, dict=True):
     def verdict(self, version: str, variables: Mapping[str, str]) -> Verdict:
         """Return what NCCL makes of the hosts' graph files."""
         plan, classes = self.plan, self.plan.cluster.classes
+        own = own_variables(plan, plan.settings)
         nodes = [
             NodeJob(
                 **pick(classes[plan.class_number(host)], "machine", "knowledge"),
                 gpus=plan.gpus_of(host),
                 graph=self.graphs[host.name],
                 where=f"graph file of {host.name}",
+                environment=own.get(host.name, {}),
             )
             for host in plan.hosts
         ]

@@ -60,16 +60,18 @@ class Verdict(GraphVerdict, frozen=True, kw_only=True):
 
 
 class NodeJob(msgspec.Struct, frozen=True, kw_only=True):
-    """One node of a job: its machine, and its GPUs in rank order (None: all, by index).
-
-    `graph` is the text of its graph file, "" for none; `where` the file's name for messages.
-    """
+    """One node of a job."""
 
     machine: Machine
     knowledge: Knowledge
     gpus: tuple[int, ...] | None = None
+    """Its GPUs in rank order; None is all, by index."""
     graph: str = ""
+    """The text of its graph file, "" for none."""
     where: str = "graph file"
+    """The file's name for messages."""
+    environment: Mapping[str, str] = {}
+    """NCCL variables that its ranks have in the place of the job's."""
 
 
 def validate(
@@ -102,11 +104,12 @@ def validate_cluster(
     Nodes that share their Machine, Knowledge and file are judged once.
     """
     _check_count(len(nodes))
-    settings = settings_from_environment(environment or {}, version=version)
+    variables = environment or {}
     # 1. Load each kind of node, by identity: comparing machines costs more than judging them.
     kinds: dict[tuple[object, ...], list[int]] = {}
     for number, node in enumerate(nodes):
-        key = id(node.machine), id(node.knowledge), node.gpus, node.graph, node.where
+        own = tuple(sorted(node.environment.items()))
+        key = id(node.machine), id(node.knowledge), node.gpus, node.graph, node.where, own
         kinds.setdefault(key, []).append(number)
     loaded: dict[int, _LoadedNode] = {}
     faults: list[tuple[bool, str]] = []
@@ -115,13 +118,16 @@ def validate_cluster(
         plural = "s" * (len(numbers) > 1)
         prefix = f"node{plural} {', '.join(shown)}: " if len(kinds) > 1 else ""
         try:
-            loaded_node = _LoadedNode(nodes[numbers[0]], settings, len(nodes), prefix)
+            node = nodes[numbers[0]]
+            under = settings_from_environment({**variables, **node.environment}, version=version)
+            loaded_node = _LoadedNode(node, under, len(nodes), prefix)
             loaded |= dict.fromkeys(numbers, loaded_node)
         except GraphFaultError as fault:
             faults.append((fault.crash, f"{prefix}{fault}"))
     if faults:
         return _fail(*max(faults, key=lambda fault: fault[0]))
     # 2. Connect the rings.
+    settings = settings_from_environment(variables, version=version)
     job = _JobRings([loaded[number] for number in range(len(nodes))], settings)
     try:
         return job.verdict()

@@ -16,7 +16,7 @@ from tccl_py.errors import InputError, spell
 from tccl_py.files import check_path, encode_json
 from tccl_py.nccl.plugin import LIBRARY, found_library
 from tccl_py.nccl.plugin.index import IndexedSet
-from tccl_py.nccl.settings import env_sh, environment
+from tccl_py.nccl.settings import Settings, env_sh, environment, export_lines
 from tccl_py.nccl.view import NcclView
 from tccl_py.plan.machine_files import class_view, env_text, noted_graph, plugin_index
 from tccl_py.plan.plan import Plan
@@ -67,6 +67,17 @@ def host_graphs(plan: Plan) -> dict[str, str]:
     return {host.name: texts[host.path] for host in plan.hosts}
 
 
+def own_variables(plan: Plan, settings: Settings) -> dict[str, dict[str, str]]:
+    """Return the variables under settings that a host has of its own, by host: names of its NICs.
+
+    They take the place of what one list for all hosts says; {} where that suits all.
+    """
+    shared = environment(settings).items()
+    classes = range(len(plan.class_nics))
+    own = [dict(environment(plan.settings_on(n, settings)).items() - shared) for n in classes]
+    return {h.name: own[plan.class_number(h)] for h in plan.hosts} if any(own) else {}
+
+
 def node_graph_text(
     host_view: NcclView,
     orders: Sequence[tuple[int, ...]],
@@ -104,6 +115,7 @@ For jobs over all hosts and GPUs of the plan, with ranks
 _CHOICE = """\
 unset NCCL_GRAPH_FILE
 _tccl_hosts={hosts}
+_tccl_file=
 _tccl_name=$(uname -n)
 _tccl_rank=${{SLURM_STEP_NUM_TASKS-}}${{OMPI_COMM_WORLD_SIZE-}}${{PMI_SIZE-}}${{LOCAL_RANK-}}
 if [ "${{SLURM_JOB_NUM_NODES:-1}}" != 1 ] && [ -z "$_tccl_rank" ]; then
@@ -116,23 +128,34 @@ else
             _tccl_host=$(hostname -f 2>/dev/null || :)
         fi
         if [ -n "$_tccl_host" ] && [ -f "$_tccl_hosts/$_tccl_host.xml" ]; then
-            export NCCL_GRAPH_FILE="$_tccl_hosts/$_tccl_host.xml"
+            _tccl_file="$_tccl_hosts/$_tccl_host.xml"
             break
         fi
     done
-    if [ -z "${{NCCL_GRAPH_FILE-}}" ]; then
-        _tccl_host=$(find "$_tccl_hosts" -name "$_tccl_name.*.xml" 2>/dev/null || :)
-        if [ -f "$_tccl_host" ]; then
-            export NCCL_GRAPH_FILE="$_tccl_host"
-        fi
+    if [ -z "$_tccl_file" ]; then
+        _tccl_file=$(find "$_tccl_hosts" -name "$_tccl_name.*.xml" 2>/dev/null || :)
     fi
-    if [ -z "${{NCCL_GRAPH_FILE-}}" ]; then
+    if [ -f "$_tccl_file" ]; then
+{found}
+    else
         echo "tccl: no graph file for host $_tccl_name in $_tccl_hosts:" \\
             "NCCL chooses its own rings" >&2
     fi
 fi
-unset _tccl_hosts _tccl_name _tccl_rank _tccl_host
+unset _tccl_hosts _tccl_file _tccl_name _tccl_rank _tccl_host
 """
+
+
+def _host_lines(plan: Plan, settings: Settings) -> str:
+    """Return the lines of env.sh on a host whose graph file is found; "" if no host needs any."""
+    hosts: dict[str, list[str]] = {}
+    for host, variables in own_variables(plan, settings).items():
+        hosts.setdefault(export_lines(variables).strip() or ":", []).append(f"{host}.xml")
+    lines = ['export NCCL_GRAPH_FILE="$_tccl_file"'] * plan.names_graph
+    if hosts:
+        cases = [f"    {'|'.join(map(shlex.quote, hosts[text]))}) {text} ;;" for text in hosts]
+        lines += ['case "${_tccl_file##*/}" in', *cases, "esac"]
+    return "\n".join(f"        {line}" for line in lines)
 
 
 class ClusterFiles:
@@ -172,9 +195,9 @@ class ClusterFiles:
         hosts = [(host.name, plan.gpus_of(host)) for host in plan.hosts]
         files |= order_files(hosts, place, provenance=provenance)
         env = env_text(settings, None, provenance=provenance)
-        if plan.names_graph:
+        if found := _host_lines(plan, settings):
             check_path(place)
-            choice = _CHOICE.format(hosts=shlex.quote(str(place / HOSTS_FOLDER)))
+            choice = _CHOICE.format(hosts=shlex.quote(str(place / HOSTS_FOLDER)), found=found)
             env = f"# tccl-py, rates {provenance}. {_ENV_NOTE}{env_sh(settings)}{choice}"
         return files | {"env.sh": env}
 
@@ -187,13 +210,16 @@ class ClusterFiles:
         where the job needs no graph file.
         """
         plan, files, made = self.plan, dict[str, str | bytes](), dict[int, str]()
+        own = own_variables(plan, plan.job_settings)
         for host in plan.hosts if of_job and plan.recommended == "graph" else ():
             # No host of this name has its own file there: those end in .xml and .index.
             shared = f"path-{host.path}.graph"
             if host.path not in made:
                 text = texts[self.graphs[host.name]]
                 part = IndexedSet(gpus=plan.gpus_of(host), file=shared, text=text.encode())
-                index = plugin_index(plan, self.variables, plan.class_number(host), [part])
+                needed, given = self.variables
+                needed = {**needed, **own.get(host.name, {})}
+                index = plugin_index(plan, (needed, given), plan.class_number(host), [part])
                 try:
                     index = msgspec.structs.replace(index, job=plan.cluster.ranks)
                     made[host.path] = index.encode().decode()

@@ -15,7 +15,7 @@ from shlex import quote
 import msgspec
 
 from tccl_py.errors import InputError, check_type, require
-from tccl_py.files import decode_json, explain_errors, missing, read_text
+from tccl_py.files import check_types, decode_json, explain_errors, missing, read_text
 from tccl_py.model.cluster import check_cluster, shown
 from tccl_py.model.machine import Machine
 from tccl_py.model.rings import receiving_nic, sending_nic
@@ -102,6 +102,10 @@ def check_plan(plan: Plan, *, where: str) -> Plan:
     count = len(plan.cluster.classes)
     fault = f"has GPUs for {len(plan.class_gpus)} classes"
     require(len(plan.class_gpus) == count, where, fault, f"it has {count}")
+    fault = f"has NICs for {len(plan.class_nics)} classes"
+    require(len(plan.class_nics) in (0, count), where, fault, f"it has {count}")
+    for number in range(len(plan.class_nics)):
+        check_types(plan.settings_on(number, plan.settings), where=f"{where} class_nics")
     for node_class, gpus in zip(plan.cluster.classes, plan.class_gpus, strict=True):
         _check_some(gpus, node_class.machine.gpu_indices, f"{where}: class {node_class.name}")
     require(bool(plan.paths), where, "has no paths through its hosts", _AGAIN)
@@ -169,7 +173,7 @@ def _check_path(plan: Plan, path: HostPath, where: str) -> None:
     fits = len(path.chains) == plan.ring_count
     require(fits, where, fault, "every ring has a chain in each")
     machine, gpus = plan.cluster.classes[path.node_class].machine, plan.class_gpus[path.node_class]
-    nics = usable_nics(machine, plan.settings)
+    nics = usable_nics(machine, plan.settings_on(path.node_class, plan.settings))
     for ring, chain in enumerate(path.chains):
         place, sources = f"{where}, chain {ring}", [hop.source for hop in chain.hops]
         fault, right = f"visits GPUs {_few(chain.gpus)}", f"those of its class are {_few(gpus)}"

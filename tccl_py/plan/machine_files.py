@@ -70,7 +70,8 @@ def subset_graph(plan: Plan, subset: SubsetRings) -> str:
 def class_view(plan: Plan, number: int, settings: Settings) -> NcclView:
     """Return NCCL's view of a host of a class, with the plan's GPUs of it."""
     host = plan.cluster.classes[number]
-    return view(host.machine, host.knowledge, settings, gpus=plan.class_gpus[number])
+    own = plan.settings_on(number, settings)
+    return view(host.machine, host.knowledge, own, gpus=plan.class_gpus[number])
 
 
 def path_types(host_view: NcclView, chains: Sequence[PlanChain]) -> tuple[str, str]:
@@ -239,7 +240,7 @@ def plugin_index(
     gpus = sorted(machine.gpus, key=lambda gpu: gpu.index)
     uuids = {} if known is None else known.uuids(machine)
     major = "" if known is None else known.driver.partition(".")[0]
-    must, forbid = env_rules(plan.job_settings)
+    must, forbid = env_rules(plan.settings_on(number, plan.job_settings))
     needed, optional = variables
     return PluginIndex(
         simulated=plan.simulated,

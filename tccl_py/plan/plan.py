@@ -53,6 +53,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """The hosts in the order given, and their classes."""
     class_gpus: tuple[tuple[Gpu, ...], ...]
     """The GPUs that are joined on hosts of each class."""
+    class_nics: tuple[tuple[str, ...], ...] = ()
+    """The names of the NICs for NCCL on hosts of each class, where one list for all hosts would
+    name others too; () where it suits all."""
     hosts: tuple[PlannedHost, ...]
     """The hosts in the planned order, which ranks have to follow."""
     paths: tuple[HostPath, ...]
@@ -174,6 +177,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def gpus_of(self, host: PlannedHost) -> tuple[int, ...]:
         """Return the GPUs of a host, one for each of its ranks."""
         return self.class_gpus[self.class_number(host)]
+
+    def settings_on(self, number: int, settings: Settings) -> Settings:
+        """Return settings as hosts of a class have them: with the names of their own NICs."""
+        names = self.class_nics[number] if self.class_nics else ()
+        field = "ib_hca" if settings.ib_hca else "socket_ifname"
+        own = names if getattr(settings, field) else ()
+        return msgspec.structs.replace(settings, **{field: own}) if own else settings
 
     def in_rings(self, host: PlannedHost) -> tuple[str, dict[int, int]]:
         """Return what rings call a host and its GPUs: "" and indices on a single host, or ranks."""

@@ -17,7 +17,7 @@ from tccl_py.nccl.connections import (
     ring_connections,
     tree_connections,
 )
-from tccl_py.nccl.graph_search import DefaultRings, default_rings_or_sys
+from tccl_py.nccl.graph_search import DefaultRings
 from tccl_py.nccl.network import NicPair, route_nics
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.plan.chains import MOST_FAILING, Choice, FailingPair, Failure
@@ -95,35 +95,20 @@ def choices_along_cables(
     """Return default NCCL, and its own rings with the variables of a plan's settings."""
     own = [channels_on(node, node.default_rings(node.rated_default)) for node in nodes]
     default = _rate(default, cluster, nodes, own)
-    if any(map(_find_excluded, nodes)):
+    if any(map(_excludes, nodes)):
         note = "NCCL takes NICs too that lead to no host of the job"
         fails = default.fails or Failure(verdict=CANNOT_CONNECT)
         default = msgspec.structs.replace(default, predicted_gbps=None, note=note, fails=fails)
     changes = {name: getattr(settings, name) for name in _CABLED_SETTINGS}
     under = msgspec.structs.replace(variables.settings, **changes)
-    own = [channels_on(node, _own_under(node, settings)) for node in nodes]
     variables = msgspec.structs.replace(variables, settings=under)
     return default, _rate(variables, cluster, nodes, own)
 
 
-def _find_excluded(node: ClassRates) -> set[str]:
-    """Return the names of a class's NICs without a cable, which its own chains leave out."""
+def _excludes(node: ClassRates) -> bool:
+    """Return whether a class's own chains leave out NICs, which have no cable."""
     own, nics = node.kept.default_settings, node.node_class.machine.nics
-    excludes = own.ib_hca or own.socket_ifname
-    return {nic.name for nic in nics if nic.index not in node.nics} if excludes else set()
-
-
-def _own_under(node: ClassRates, settings: Settings) -> DefaultRings:
-    """Return NCCL's own chains on a host of a class with the NICs that settings name.
-
-    One list holds for all hosts: a NIC with a cable on one may have none on another.
-    """
-    names = {name.partition(":")[0] for name in (*settings.ib_hca, *settings.socket_ifname)}
-    if names.isdisjoint(_find_excluded(node)):
-        return node.default_rings(node.rated_default)
-    named = {"ib_hca": settings.ib_hca, "socket_ifname": settings.socket_ifname}
-    under = msgspec.structs.replace(node.rated_default.settings, **named)
-    return default_rings_or_sys(node.view(under), nodes=2)
+    return len(nics) > len(node.nics) and bool(own.ib_hca or own.socket_ifname)
 
 
 def _rate(

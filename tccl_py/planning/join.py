@@ -66,6 +66,7 @@ def plan_over(cluster: Cluster, nodes: Sequence[ClassRates], request: PlanReques
     """
     best, cancelled = best_rings(cluster, nodes, keep_order=request.keep_order)
     settings = _with_nics(cluster, best, nodes, request)
+    class_nics = _class_nics(nodes, settings)
     default, variables = _own_choices(cluster, nodes)
     if cluster.cables:
         default, variables = choices_along_cables(default, variables, cluster, nodes, settings)
@@ -82,9 +83,10 @@ def plan_over(cluster: Cluster, nodes: Sequence[ClassRates], request: PlanReques
         notices=(
             *_notices(cluster, best, nodes),
             *notices_of_cables(cluster, settings),
-            *_notices_of_names(nodes, settings),
+            *_notices_of_names(nodes, class_nics, settings),
             *_notices_of_rails(default, cluster, nodes),
         ),
+        class_nics=class_nics,
         simulated=any(nodes[number].kept.simulated for number in used),
         dry_run=any(nodes[number].kept.dry_run for number in used),
         cancelled=cancelled,
@@ -460,15 +462,15 @@ def _with_nics(
 ) -> Settings:
     """Return the settings with the NICs for NCCL, and leave for rings to change NICs."""
     nics = [n for node in nodes for n in node.node_class.machine.nics if n.index in node.nics]
-    rdma = all(nic.rdma for nic in nics)
-    texts = (f"{nic.name}:{nic.port or 1}" if rdma else nic.name for nic in nics)
-    names = dict.fromkeys(texts if all(nic.has_name for nic in nics) else ())
+    rdma, named = all(nic.rdma for nic in nics), all(nic.has_name for nic in nics)
+    names = chain.from_iterable(_own_names(node, rdma=rdma) for node in nodes if named)
+    listed = tuple(dict.fromkeys(names))
     chains, settings = chain.from_iterable(joined.hosts.values()), joined.settings
     return msgspec.structs.replace(
         settings,
-        ib_hca=tuple(names) if rdma else (),
+        ib_hca=listed if rdma else (),
         ib_gid_index=request.ib_gid_index if rdma else None,
-        socket_ifname=() if rdma else tuple(names),
+        socket_ifname=() if rdma else listed,
         # By itself NCCL lets rings change NICs only where it finds that better.
         cross_nic=1 if any(c.entry_nic != c.exit_nic for c in chains) else settings.cross_nic,
         subnet_routing=bool(cluster.cables),
@@ -478,22 +480,36 @@ def _with_nics(
     )
 
 
-def _notices_of_names(nodes: Sequence[ClassRates], settings: Settings) -> Iterator[str]:
-    """Yield on which hosts the names of other hosts' NICs bring back NICs that were left out."""
+def _own_names(node: ClassRates, *, rdma: bool) -> tuple[str, ...]:
+    """Return the names of the NICs that hosts of a class use, as one of NCCL's lists has them."""
+    nics = [nic for nic in node.node_class.machine.nics if nic.index in node.nics]
+    return tuple(f"{nic.name}:{nic.port or 1}" if rdma else nic.name for nic in nics)
+
+
+def _class_nics(nodes: Sequence[ClassRates], settings: Settings) -> tuple[tuple[str, ...], ...]:
+    """Return the names of NICs by class where one list for all names others too; () elsewhere."""
+    if not (settings.ib_hca or settings.socket_ifname):
+        return ()
+    taken = (usable_nics(node.node_class.machine, settings) for node in nodes)
+    if all(set(used) == set(node.nics) for used, node in zip(taken, nodes, strict=True)):
+        return ()
+    return tuple(_own_names(node, rdma=bool(settings.ib_hca)) for node in nodes)
+
+
+def _notices_of_names(
+    nodes: Sequence[ClassRates], class_nics: Sequence[Sequence[str]], settings: Settings
+) -> Iterator[str]:
+    """Yield the list of NICs of each class, where each has its own."""
     variable = "NCCL_IB_HCA" if settings.ib_hca else "NCCL_SOCKET_IFNAME"
-    for node in nodes if settings.ib_hca or settings.socket_ifname else ():
-        machine = node.node_class.machine
-        back = [f"N{n}" for n in usable_nics(machine, settings) if n not in node.nics]
-        own = ",".join(
-            f"{nic.name}:{nic.port or 1}" if settings.ib_hca else nic.name
-            for nic in machine.nics
-            if nic.index in node.nics
+    lists = (
+        f"{node.node_class.name} ={','.join(names)}"
+        for node, names in zip(nodes, class_nics, strict=False)
+    )
+    if class_nics:
+        yield (
+            f"{variable}, where it is set, differs between hosts: {'; '.join(lists)} (env.sh, "
+            "`tccl env`, `run` and `install` set each host's own)"
         )
-        if back:
-            yield (
-                f"{node.node_class.name}: NCCL takes {', '.join(back)} too, since one list of NICs "
-                f"holds for all hosts; there {variable}=={own} is right"
-            )
 
 
 def _trees_cross(cluster: Cluster, joined: Candidate) -> bool:
