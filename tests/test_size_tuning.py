@@ -337,20 +337,18 @@ def test_a_rank_tells_the_tuner_for_its_calls_alone_and_asks_whether_nccl_follow
     monkeypatch.setenv("NCCL_TUNER_PLUGIN", library._name)
     tuner, seen = Tuner(), []
     assert list(told[:1]) == [-1]
-    with tuner.follow(wanted("tree", "simple", 4)):
-        seen.append(list(told[:3]))
-    with tuner.follow(None):
-        seen.append(list(told[:1]))
+    tuner.call(wanted("tree", "simple", 4), lambda: seen.append(list(told[:3])))
+    tuner.call(None, lambda: seen.append(list(told[:1])))
     assert seen == [[ALGORITHMS.index("tree"), PROTOCOLS.index("simple"), 4], [-2]]
     assert told[0] == -1
 
     def followed():
         told[3] += 1
 
-    assert tuner.follows(followed, wanted("ring", "ll", 1))
-    assert not tuner.follows(lambda: None, wanted("ring", "ll128", 1))
-    with pytest.raises(ZeroDivisionError), tuner.follow(wanted("ring", "ll", 1)):
-        raise ZeroDivisionError
+    assert tuner.allows(followed, wanted("ring", "ll", 1))
+    assert not tuner.allows(lambda: None, wanted("ring", "ll128", 1))
+    with pytest.raises(ZeroDivisionError):
+        tuner.call(wanted("ring", "ll", 1), lambda: 1 / 0)
     assert told[0] == -1
 
 

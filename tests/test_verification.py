@@ -30,7 +30,7 @@ from tccl_py.experiments.jobs import (
 )
 from tccl_py.experiments.plans import run
 from tccl_py.experiments.record import Verification, trade_offs, why_not_verified
-from tccl_py.experiments.spec import JobResult, Row, WrongValue, batches, bus_gbps
+from tccl_py.experiments.spec import JobResult, JobSpec, Row, WrongValue, batches, bus_gbps
 from tccl_py.experiments.target import read_target
 from tccl_py.experiments.verify import Judge, run_tuning, verify_target
 from tccl_py.files import decode_json, encode_json
@@ -629,7 +629,9 @@ def test_a_verdict_follows_from_rounds_without_a_job(plan, place):
     ranks = tuple(JobResult(rank=rank, torch="2") for rank in range(launcher.world))
     checked = {"default": Outcome(results=ranks, log="")}
     failures = {arm.name: "no room" for arm in target.arms[1:]}
-    found = judge.verdict(Rounds(checked=checked, jobs=(), failures=failures, at_once=1, table={}))
+    rounds = Rounds(launcher, target.arms[:1], JobSpec())
+    rounds.checked, rounds.failures = checked, failures
+    found = judge.verdict(rounds)
     assert (found.winner, found.rounds, found.raw) == ("default", 0, ())
     assert "no room" in found.against("graph")
 

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from tccl_py.errors import MeasurementError
-from tccl_py.experiments.calls import Tensors, ThreadStopwatch, transfers
+from tccl_py.experiments.calls import Tensors, time_threads, transfers
 from tccl_py.experiments.comparison import RunBudget
 from tccl_py.experiments.jobs import Arm, HostRanks, Launcher, LocalRunner, rank_environment
 from tccl_py.experiments.spec import (
@@ -322,14 +322,14 @@ def test_pieces_of_work_run_at_the_same_time():
     # Each waits for the other: run one after the other, they would never meet.
     meeting = threading.Barrier(2)
     first, second = lambda: meeting.wait(100), lambda: (meeting.wait(100), time.sleep(0.1))
-    times = ThreadStopwatch().together([first, second])
+    times = time_threads([first, second])
     assert times[0] > 0
     assert times[1] >= 0.1
 
 
 def test_an_error_in_a_piece_of_work_is_not_lost():
     with pytest.raises(ZeroDivisionError):
-        ThreadStopwatch().together([lambda: 1 / 0, lambda: None])
+        time_threads([lambda: 1 / 0, lambda: None])
 
 
 @pytest.mark.parametrize(

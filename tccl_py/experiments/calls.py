@@ -254,20 +254,20 @@ def timed_batch(
         return lambda: time_calls(communicator, call, several) / calls
     # 4. Replay CUDA graphs of small calls; the first replay covers the launch of the timed ones.
     calls = min(calls, GRAPH_CALLS)
+    several = repeat(call, calls)
+
+    def time_replays(replay: Call, count: int) -> float:
+        return time_calls(communicator, replay, repeat(replay, count)) / (calls * count)
+
+    def time_new_graph() -> float:
+        with capture_graph(communicator, several) as replay:
+            return time_replays(replay, _REPLAYS)
+
     if stack is None:
-        return partial(_graphed_batch, communicator, call, calls)
-    replay = stack.enter_context(capture_graph(communicator, repeat(call, calls)))
+        return time_new_graph
+    replay = stack.enter_context(capture_graph(communicator, several))
     probed = communicator.maximum(time_calls(communicator, replay, replay))
-    replays = max(1, int(seconds / max(probed, 1e-7)))
-    again = repeat(replay, replays)
-    return lambda: time_calls(communicator, replay, again) / (calls * replays)
-
-
-def _graphed_batch(communicator: Communicator, call: Call, calls: int) -> float:
-    """Return the seconds per call in a new CUDA graph."""
-    with capture_graph(communicator, repeat(call, calls)) as replay:
-        again = repeat(replay, _REPLAYS)
-        return time_calls(communicator, replay, again) / (calls * _REPLAYS)
+    return partial(time_replays, replay, max(1, int(seconds / max(probed, 1e-7))))
 
 
 def row_call(communicator: Communicator, row: Row) -> Call:
@@ -373,52 +373,6 @@ Together = Callable[[Sequence[Call]], tuple[float, ...]]
 """Begins calls at the same time, and returns the seconds of each."""
 
 
-class CudaStopwatch:
-    """Stopwatch with a stream for each call, and the device's clock.
-
-    Launched operations must use, or wait for, the current stream, as torch's do.
-    """
-
-    def __init__(self, communicator: Communicator) -> None:
-        self._on, self._streams = communicator, list[Any]()
-
-    def together(self, calls: Sequence[Call]) -> tuple[float, ...]:
-        """Begin all calls at the same time; return the seconds of each when all are done."""
-        cuda = self._on.torch.cuda
-        while len(self._streams) < len(calls):
-            self._streams.append(cuda.Stream())
-        self._on.wait()
-        begun, *ends = (cuda.Event(enable_timing=True) for _ in range(len(calls) + 1))
-        begun.record()
-        for stream, call, end in zip(self._streams, calls, ends, strict=False):
-            stream.wait_event(begun)
-            with cuda.stream(stream):
-                call()
-                end.record()
-        self._on.wait()
-        return tuple(begun.elapsed_time(end) / 1e3 for end in ends)
-
-
-class ThreadStopwatch:
-    """Stopwatch with a thread for each call; copies, GEMMs and sockets release Python's lock."""
-
-    def together(self, calls: Sequence[Call]) -> tuple[float, ...]:
-        """Begin all calls at the same time; return the seconds of each when all are done."""
-        gate = threading.Barrier(len(calls) + 1)
-
-        def run(call: Call) -> float:
-            gate.wait()
-            call()
-            return time.perf_counter()
-
-        with ThreadPoolExecutor(max_workers=max(1, len(calls))) as pool:
-            ends = [pool.submit(run, call) for call in calls]
-            # Before the gate opens: the thread that opens it may get the processor back last.
-            begun = time.perf_counter()
-            gate.wait()
-            return tuple(end.result() - begun for end in ends)
-
-
 def run_beside(
     communicator: Communicator, call: Call, refill: Call
 ) -> Iterator[tuple[float, float]]:
@@ -438,14 +392,52 @@ def run_beside(
 
 
 def stopwatch(communicator: Communicator) -> Together:
-    """Return a function that begins calls at the same time on all ranks, and times each."""
-    watch = CudaStopwatch(communicator) if communicator.cuda else ThreadStopwatch()
+    """Return a function that begins calls at the same time on all ranks, and times each.
+
+    On a GPU each call has a stream, which its operations use or wait for, and the device's clock;
+    elsewhere it has a thread.
+    """
+    streams: list[Any] = []
 
     def begin(calls: Sequence[Call]) -> tuple[float, ...]:
-        communicator.dist.barrier()  # A stopwatch waits for its device first.
-        return watch.together(calls)
+        communicator.dist.barrier()
+        communicator.wait()
+        if not communicator.cuda:
+            return time_threads(calls)
+        cuda = communicator.torch.cuda
+        while len(streams) < len(calls):
+            streams.append(cuda.Stream())
+        begun, *ends = (cuda.Event(enable_timing=True) for _ in range(len(calls) + 1))
+        begun.record()
+        for stream, call, end in zip(streams, calls, ends, strict=False):
+            stream.wait_event(begun)
+            with cuda.stream(stream):
+                call()
+                end.record()
+        communicator.wait()
+        return tuple(begun.elapsed_time(end) / 1e3 for end in ends)
 
     return begin
+
+
+def time_threads(calls: Sequence[Call]) -> tuple[float, ...]:
+    """Begin calls at the same time in threads; return the seconds of each when all are done.
+
+    Copies, GEMMs and sockets release Python's lock.
+    """
+    gate = threading.Barrier(len(calls) + 1)
+
+    def run(call: Call) -> float:
+        gate.wait()
+        call()
+        return time.perf_counter()
+
+    with ThreadPoolExecutor(max_workers=max(1, len(calls))) as pool:
+        ends = [pool.submit(run, call) for call in calls]
+        # Before the gate opens: the thread that opens it may get the processor back last.
+        begun = time.perf_counter()
+        gate.wait()
+        return tuple(end.result() - begun for end in ends)
 
 
 def gemms_beside(communicator: Communicator, begin: Together, other: Call) -> Call:

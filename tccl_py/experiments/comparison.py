@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import msgspec
 
 from tccl_py.decision import Harm, harm
-from tccl_py.errors import MeasurementError, Terminated
-from tccl_py.experiments.jobs import AGAIN, Arm, ConcurrentJobs, Ended, Launcher, Outcome
+from tccl_py.errors import MeasurementError
+from tccl_py.experiments.jobs import AGAIN, Arm, Ended, Launcher, Outcome, round_order
 from tccl_py.experiments.spec import (
     PROGRAMS,
     SIZES,
@@ -250,6 +250,9 @@ _TRANSFER_SIZES = (64 << 10, 1 << 20, 64 << 20)
 _PAIRS_BYTES = 64 << 20
 _LARGEST_DRY, _DRY_SECONDS = 4 << 20, 30.0
 """The largest size of a dry run: 1 GiB takes a second a call there; and its seconds."""
+_CONCURRENT = 4
+_CONCURRENT_BYTES = 4 << 30
+"""Limit of the buffers of concurrent jobs on a device, which may have few GiB."""
 _EXTRA = 4
 """Factor on the number of rounds where a verdict is open and time is left."""
 _NARROW = 1 << 20
@@ -317,91 +320,120 @@ def budget_of(backend: str | None) -> RunBudget:
     return RunBudget(sizes=sizes, seconds=_DRY_SECONDS)
 
 
-class Rounds(msgspec.Struct, frozen=True, kw_only=True):
-    """The jobs of all rounds, without arms of which a job failed."""
+class Rounds:
+    """Jobs of arms in rounds, and what they come to.
 
-    checked: Mapping[ChoiceName, Outcome]
-    """Each arm's first job."""
-    jobs: Sequence[tuple[ChoiceName, Outcome]]
-    """In order, with their arms."""
-    failures: Mapping[ChoiceName, str]
-    at_once: int
-    """The final number of concurrent jobs."""
-    table: Table
-    """The results."""
+    An arm of which a job fails leaves with all its jobs; of a `needed` one the error is raised.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        arms: Sequence[Arm],
+        spec: JobSpec,
+        *,
+        needed: Collection[ChoiceName] = (),
+    ) -> None:
+        self.arms = list(arms)
+        """Those of which no job failed."""
+        self.checked: dict[ChoiceName, Outcome] = {}
+        """Each arm's first job."""
+        self.jobs: list[tuple[ChoiceName, Outcome]] = []
+        """In order, with their arms."""
+        self.failures: dict[ChoiceName, str] = {}
+        self.table: Table = {}
+        """The results of `count` rounds."""
+        self.count = 0
+        self._launcher, self._spec, self._needed = launcher, spec, needed
+        largest = max((row.bytes for row in spec.rows), default=1)
+        if launcher.backend == "host":
+            largest *= max(len(host.ranks) for host in launcher.hosts)
+        most = 1 if launcher.nccl_tests else _CONCURRENT
+        self.at_once = max(1, min(most, _CONCURRENT_BYTES // largest))
+        """The jobs that run at the same time, as devices have room for buffers."""
 
     def of(self, name: ChoiceName) -> list[Outcome]:
         """Return the jobs of an arm."""
         return [job for arm, job in self.jobs if arm == name]
+
+    def run(self, arms: Sequence[Arm]) -> list[Ended]:
+        """Run a job of each arm; one at a time from where several fail together on.
+
+        Each may be able to run alone.
+        """
+        outcomes: list[Outcome | MeasurementError] = []
+        while len(outcomes) < len(arms):
+            batch = arms[len(outcomes) :][: self.at_once]
+            try:
+                outcomes += self._launcher.run(batch, self._spec)
+            except MeasurementError as error:
+                if len(batch) == 1:
+                    outcomes.append(error)
+                else:
+                    self.at_once = 1
+        return list(zip(arms, outcomes, strict=True))
+
+    def check(self, spec: JobSpec) -> None:
+        """Run a first job of each arm by another specification."""
+        arms = [arm for arm in self.arms if arm.name != AGAIN]
+        first = Rounds(self._launcher, arms, spec, needed=self._needed)
+        first._add(first.run(arms))
+        self.checked, self.failures = dict(first.jobs), first.failures
+        self.arms = [arm for arm in self.arms if arm.name not in self.failures]
+
+    def repeat(self, least: int, most: int) -> Iterator[int]:
+        """Run rounds, as many whole ones at once as devices have room for; yield their number.
+
+        `least`, from which on the caller may stop, is said.
+        """
+        done = 0
+        while done < most:
+            count = max(1, min(most - done, self.at_once // len(self.arms)))
+            numbers = range(done, done + count)
+            names = " and ".join(str(number + 1) for number in numbers)
+            self._launcher.watch(f"round {names} (at least {least}, at most {most})")
+            jobs = [arm for number in numbers for arm in round_order(self.arms, number)]
+            self._add(self.run(jobs))
+            self.at_once = min(self.at_once, len(jobs))
+            done += count
+            yield done
+
+    def _add(self, ended: Iterable[Ended]) -> None:
+        for arm, outcome in ended:
+            if not isinstance(outcome, MeasurementError):
+                self.jobs.append((arm.name, outcome))
+            elif arm.name in self._needed:
+                raise outcome
+            else:
+                self.failures[arm.name] = str(outcome)
+        self.arms = [arm for arm in self.arms if arm.name not in self.failures]
+        self.jobs = [(name, job) for name, job in self.jobs if name not in self.failures]
+
+    def compare(self, budget: RunBudget, *, begun: float) -> None:
+        """Run rounds until the verdicts of their table are clear, or no arm beside default NCCL is.
+
+        None begins after the budget's seconds from `begun` on.
+        """
+
+        def alone() -> bool:
+            return {arm.name for arm in self.arms} <= {"default", AGAIN}
+
+        least = least_rounds(len(self.checked) + len(self.failures))
+        most = min(MAX_ROUNDS, max(budget.rounds * _EXTRA, least))
+        for count in self.repeat(least, most) if not alone() else ():
+            # Compare all rows of all arms at once; stop where more rounds add nothing.
+            if count >= least or alone():
+                table = table_of(self._launcher, self.jobs)
+                self.table, self.count = table, count
+                late = time.monotonic() - begun > budget.seconds
+                if late or alone() or _enough(budget, table, count):
+                    break
 
 
 def least_rounds(arms: int) -> int:
     """Return the rounds that are always run of so many arms."""
     # Six rounds have 32 flips of signs, too few for a verdict on each of two arms.
     return LEAST_ROUNDS if arms == 2 else LEAST_ROUNDS + 1
-
-
-def run_rounds(
-    launcher: Launcher,
-    arms: Sequence[Arm],
-    budget: RunBudget,
-    rows: Sequence[Row],
-    *,
-    begun: float,
-    interrupted: Callable[[Rounds | None], object] = lambda _: None,
-) -> Rounds:
-    """Check values in a first job of each arm, and time rows in rounds until verdicts are clear.
-
-    An arm of which a job fails leaves the comparison with all its jobs. `interrupted` gets the
-    complete rounds of an interruption, None if they are too few to compare. Raises
-    MeasurementError: a job of default NCCL, the first arm and AGAIN, failed.
-    """
-    running, failures = list(arms), dict[ChoiceName, str]()
-    defaults = [arm for arm in arms if arm is arms[0] or arm.name == AGAIN]
-
-    def sound(ended: Iterable[Ended]) -> Iterator[tuple[ChoiceName, Outcome]]:
-        for arm, outcome in ended:
-            if not isinstance(outcome, MeasurementError):
-                yield arm.name, outcome
-            elif arm in defaults:
-                raise outcome
-            else:
-                failures[arm.name] = str(outcome)
-        running[:] = [arm for arm in arms if arm.name not in failures]
-
-    launcher.watch("checking values" if budget.checks else "starting")
-    groups = tuple(dict.fromkeys(row.groups for row in rows if row.groups))
-    first = JobSpec(checks=budget.checks, check_groups=groups)
-    checking = [arm for arm in arms if arm.name != AGAIN]
-    checked: dict[ChoiceName, Outcome] = {}
-    jobs = ConcurrentJobs(launcher, JobSpec(rows=tuple(rows)))
-    outcomes: list[tuple[ChoiceName, Outcome]] = []
-    table: Table = {}
-
-    def complete() -> Rounds:
-        ended = outcomes[: count * len(running)]
-        return Rounds(checked=checked, jobs=ended, failures=failures, at_once=at_once, table=table)
-
-    least = least_rounds(len(checking))
-    most, at_once, count = min(MAX_ROUNDS, max(budget.rounds * _EXTRA, least)), 0, 0
-    try:
-        checked.update(sound(ConcurrentJobs(launcher, first).run(checking)))
-        for ended in jobs.rounds(running, least, most) if len(running) > len(defaults) else ():
-            outcomes += sound(ended)
-            outcomes = [(name, job) for name, job in outcomes if name not in failures]
-            at_once = min(jobs.at_once, len(ended))
-            count = len(outcomes) // len(running)
-            if count < least and len(running) > len(defaults):
-                continue
-            # Compare all rows of all arms at once; stop where more rounds add nothing.
-            table = table_of(launcher, outcomes)
-            late = time.monotonic() - begun > budget.seconds
-            if late or len(running) == len(defaults) or _enough(budget, table, count):
-                break
-    except (KeyboardInterrupt, Terminated):
-        interrupted(complete() if table else None)
-        raise
-    return complete()
 
 
 def _enough(budget: RunBudget, table: Table, count: int) -> bool:

@@ -44,9 +44,6 @@ RANK_VARIABLES = {
     "NCCL_DEBUG_SUBSYS": "INIT,GRAPH,P2P,SHM,NET",
 }
 """What all ranks on GPUs get, whatever the caller has."""
-_CONCURRENT = 4
-_CONCURRENT_BYTES = 4 << 30
-"""Limit of the buffers of concurrent jobs on a device, which may have few GiB."""
 
 T = TypeVar("T")
 Say = Callable[[str], None]
@@ -210,49 +207,6 @@ class Launcher(msgspec.Struct, frozen=True, kw_only=True):
             files=files,
             imports=() if self.nccl_tests else imports,
         )
-
-
-class ConcurrentJobs:
-    """Runs jobs of a specification, `at_once` at the same time.
-
-    The number follows from the room for buffers of the rows on a device. It drops to 1 when several
-    jobs fail together, because each may be able to run alone.
-    """
-
-    def __init__(self, launcher: Launcher, spec: JobSpec) -> None:
-        self._launcher, self._spec = launcher, spec
-        largest = max((row.bytes for row in spec.rows), default=1)
-        if launcher.backend == "host":
-            largest *= max(len(host.ranks) for host in launcher.hosts)
-        most = 1 if launcher.nccl_tests else _CONCURRENT
-        self.at_once = max(1, min(most, _CONCURRENT_BYTES // largest))
-
-    def run(self, arms: Sequence[Arm]) -> list[Ended]:
-        """Run a job of each arm."""
-        outcomes: list[Outcome | MeasurementError] = []
-        while len(outcomes) < len(arms):
-            batch = arms[len(outcomes) :][: self.at_once]
-            try:
-                outcomes += self._launcher.run(batch, self._spec)
-            except MeasurementError as error:
-                outcomes += [error] * (self.at_once == 1)
-                self.at_once = 1
-        return list(zip(arms, outcomes, strict=True))
-
-    def rounds(self, arms: Sequence[Arm], least: int, most: int) -> Iterator[list[Ended]]:
-        """Yield the jobs of rounds, as many whole ones as devices have room for, `most` in all.
-
-        `least`, from which on the caller may stop, is said. Arms taken out of `arms` meanwhile have
-        no further jobs.
-        """
-        done = 0
-        while done < most:
-            count = max(1, min(most - done, self.at_once // len(arms)))
-            numbers = range(done, done + count)
-            names = " and ".join(str(number + 1) for number in numbers)
-            self._launcher.watch(f"round {names} (at least {least}, at most {most})")
-            yield self.run([arm for number in numbers for arm in round_order(arms, number)])
-            done += count
 
 
 def round_order(arms: Sequence[T], number: int) -> list[T]:

@@ -28,7 +28,8 @@ from tccl_py.delivery.plugin import PLUGIN_VARIABLE
 from tccl_py.errors import InputError, MeasurementError, defer_signals
 from tccl_py.experiments.calls import GRAPHED_BYTES
 from tccl_py.experiments.communication import timed_calls
-from tccl_py.experiments.jobs import THIS_HOST, Arm, ConcurrentJobs, Launcher
+from tccl_py.experiments.comparison import Rounds
+from tccl_py.experiments.jobs import THIS_HOST, Arm, Launcher
 from tccl_py.experiments.spec import (
     COLLECTIVES,
     FINAL_ROUNDS,
@@ -531,18 +532,13 @@ def _fresh_jobs(
     Raises MeasurementError: a job failed, or its log lacks `log`.
     """
     named = launcher.with_name(f"fresh jobs of {len(contests)} rows")
-    jobs = ConcurrentJobs(named, JobSpec(rows=contests))
-    times: dict[ChoiceName, list[Sequence[RowTimes]]] = {arm.name: [] for arm in arms}
-    for ended in jobs.rounds(arms, least, max(least, most)) if contests else ():
-        for arm, outcome in ended:
-            if isinstance(outcome, MeasurementError):
-                raise outcome
-            if log not in outcome.log:
-                raise MeasurementError(_REFUSED)
-            times[arm.name].append(outcome.results[0].times)
-        if len(times[arms[0].name]) >= least and time.monotonic() >= until:
+    rounds = Rounds(named, arms, JobSpec(rows=contests), needed=[arm.name for arm in arms])
+    for count in rounds.repeat(least, max(least, most)) if contests else ():
+        if not all(log in job.log for _, job in rounds.jobs):
+            raise MeasurementError(_REFUSED)
+        if count >= least and time.monotonic() >= until:
             break
-    return times
+    return {arm.name: [job.results[0].times for job in rounds.of(arm.name)] for arm in arms}
 
 
 def _keep(

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from tccl_py.decision import LEAST_RATIO
 from tccl_py.delivery.delivered import RingsFound, rings_found
-from tccl_py.errors import InputError, MeasurementError
+from tccl_py.errors import InputError, MeasurementError, Terminated
 from tccl_py.experiments.communication import Communication, communication_of, timed_calls
 from tccl_py.experiments.comparison import (
     SMALLEST_EFFECT,
@@ -30,10 +30,9 @@ from tccl_py.experiments.comparison import (
     RunBudget,
     Timed,
     least_rounds,
-    run_rounds,
     timed_rows,
 )
-from tccl_py.experiments.jobs import AGAIN, Arm, ConcurrentJobs, Launcher, Outcome
+from tccl_py.experiments.jobs import AGAIN, Arm, Launcher, Outcome
 from tccl_py.experiments.record import ArmResult, Tried, Verification, good_choices
 from tccl_py.experiments.spec import JobSpec, Row, WrongValue, large_gbps, rows_of, training_rows
 from tccl_py.experiments.target import Target
@@ -73,20 +72,24 @@ def verify_target(
     calls = {} if workload is None else timed_calls(workload, launcher.world)
     chosen = only or target.arm(target.plan.recommended).name
     judge = Judge(target, launcher, budget, arms, chosen, calls, begun)
-
-    def judge_in_part(rounds: Rounds | None) -> None:
-        if interrupted is None:
-            return
-        if rounds is None:
+    rows = judge.rows
+    every = (*arms, replace(arms[0], name=AGAIN)) if len(arms) > 1 else arms
+    rounds = Rounds(launcher, every, JobSpec(rows=rows), needed=("default", AGAIN))
+    try:
+        launcher.watch("checking values" if budget.checks else "starting")
+        groups = tuple(dict.fromkeys(row.groups for row in rows if row.groups))
+        rounds.check(JobSpec(checks=budget.checks, check_groups=groups))
+        rounds.compare(budget, begun=begun)
+    except (KeyboardInterrupt, Terminated):
+        if interrupted is not None and rounds.table:
+            del rounds.jobs[rounds.count * len(rounds.arms) :]
+            result = judge.verdict(rounds)
+            text = f"interrupted: these are the {rounds.count} complete rounds, which are not kept"
+            interrupted(replace(result, notices=(*result.notices, text)))
+        elif interrupted is not None:
             few = f"interrupted before {least_rounds(len(arms))} rounds were complete"
             launcher.say(f"{few}, so there is no table and nothing of them is kept")
-            return
-        result = judge.verdict(rounds)
-        text = f"interrupted: these are the {result.rounds} complete rounds, which are not kept"
-        interrupted(replace(result, notices=(*result.notices, text)))
-
-    every = (*arms, replace(arms[0], name=AGAIN)) if len(arms) > 1 else arms
-    rounds = run_rounds(launcher, every, budget, judge.rows, begun=begun, interrupted=judge_in_part)
+        raise
     return judge.verdict(rounds)
 
 
@@ -111,13 +114,11 @@ def run_once(target: Target, launcher: Launcher, budget: RunBudget) -> ArmResult
     """
     arm = target.arm(target.plan.recommended)
     judge = Judge(target, launcher, budget, (arm,), arm.name, {}, time.monotonic())
-    rounds = Rounds(checked={}, jobs=(), failures={}, at_once=1, table={})
-    try:
-        (job,) = launcher.run([arm], JobSpec(checks=budget.checks, rows=budget.rows))
-    except MeasurementError as error:
-        return judge.result(arm, replace(rounds, failures={arm.name: str(error)}))
-    jobs, table = ((arm.name, job),), {arm.name: timed_rows(launcher, [job])}
-    return judge.result(arm, replace(rounds, checked=dict(jobs), jobs=jobs, table=table))
+    spec = JobSpec(checks=budget.checks, rows=budget.rows)
+    rounds = Rounds(launcher, [arm], spec)
+    rounds.check(spec)
+    rounds.table = {name: timed_rows(launcher, [job]) for name, job in rounds.checked.items()}
+    return judge.result(arm, rounds)
 
 
 class Judge(NamedTuple):
@@ -429,7 +430,7 @@ class Sweep:
         transfers = budget.transfers()
         largest = max((row.bytes for row in transfers), default=0)
         rows = (*few, *(row for row in transfers if row.bytes == largest))
-        self._jobs = ConcurrentJobs(launcher, JobSpec(rows=rows))
+        self._jobs = Rounds(launcher, (), JobSpec(rows=rows))
         self._default: dict[Row, Timed] = {}
         self._default_gbps: list[float] = []
 
