@@ -58,7 +58,7 @@ from tccl_py.health.doctor import Diagnosis, examine, this_host
 from tccl_py.health.drift import Drift, Effort, metric_labels, prometheus_text
 from tccl_py.health.drift_statistics import SMALLEST, Comparison
 from tccl_py.health.host import Defect, DriverState, HostState, files_of_this_host
-from tccl_py.health.network import check_network
+from tccl_py.health.nics import check_network
 from tccl_py.health.plugin import plugin_complaints
 from tccl_py.launchers import in_job
 from tccl_py.model.links import DoctorReport, Proof

@@ -1,20 +1,11 @@
-"""Checks of a host: P2P, GPUs, memory, limits, NUMA nodes; the table of all of hosts."""
+"""Checks of a host: P2P, GPUs, memory, limits, NUMA nodes."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
 
-from tccl_py.health.host import Defect, HostState, Results, Unseen, defect, list_names, mib
-from tccl_py.health.pci import (
-    check_acs,
-    check_bar1,
-    check_errors,
-    check_hardware,
-    check_iommu,
-    check_links,
-    driver_options,
-)
+from tccl_py.health.host import HostState, Results, Severity, Unseen, defect, list_names, mib
+from tccl_py.health.pci import driver_options
 
 _NO_HMM = "sys/module/nvidia_uvm/parameters/uvm_disable_hmm"
 
@@ -55,13 +46,9 @@ def check_gpus(host: HostState) -> Results:
     for gpu, complaints in state.conditions:
         where = f"GPU {gpu.gpu}"
         if 0 < (gpu.sm_set_mhz or 0) < (gpu.sm_max_mhz or 0):
-            yield defect(
-                "fixed-clock",
-                where,
-                measured=f"{gpu.sm_set_mhz} MHz",
-                expected=f"up to {gpu.sm_max_mhz} MHz",
-                fix=f"nvidia-smi -i {gpu.gpu} -rac (as root)",
-            )
+            measured, expected = f"{gpu.sm_set_mhz} MHz", f"up to {gpu.sm_max_mhz} MHz"
+            fix = f"nvidia-smi -i {gpu.gpu} -rac (as root)"
+            yield defect("fixed-clock", where, measured=measured, expected=expected, fix=fix)
         for text in complaints:
             sentence, _, fix = text.partition("; ")
             yield defect("complaint", where, what=sentence.removeprefix(f"{where}: "), fix=fix)
@@ -91,17 +78,19 @@ def check_shared_memory(host: HostState) -> Results:
         f"a communicator over {gpus} GPUs needs up to {mib(needed)} for hops through host memory, "
         "or NCCL fails to start"
     )
-    expected = f"at least {mib(needed)}"
-    if size < needed:
-        fix = "mount -o remount,size=50% /dev/shm (as root)"
-        if host.container:
-            fix = "docker run --shm-size=1g ... (Kubernetes: an emptyDir of medium Memory)"
-        yield defect(
-            "small-shm", "/dev/shm", measured=mib(size), expected=expected, why=why, fix=fix
-        )
-    elif host.shm_free is not None and host.shm_free < needed:
-        measured = f"{mib(host.shm_free)} of {mib(size)} free"
-        yield defect("full-shm", "/dev/shm", measured=measured, expected=expected, why=why)
+    rule, measured = "small-shm", mib(size)
+    if size >= needed:
+        if host.shm_free is None or host.shm_free >= needed:
+            return
+        rule, measured = "full-shm", f"{mib(host.shm_free)} of {mib(size)} free"
+    yield defect(
+        rule,
+        "/dev/shm",
+        container=host.container,
+        measured=measured,
+        expected=f"at least {mib(needed)}",
+        why=why,
+    )
 
 
 def shared_memory_size(host: HostState) -> int | None:
@@ -130,10 +119,9 @@ def check_limits(host: HostState) -> Results:
         changes = {"measured": mib(locked), "expected": "unlimited"}
         if nics:
             changes["why"] = f"NCCL fails to start: the NICs {list_names(nics)} need locked memory"
-        if host.container:
-            changes["fix"] = "docker run --ulimit memlock=-1 ..."
+        severity: Severity | None = "hang" if nics else None
         where = "ulimit -l of this user"
-        yield defect("locked", where, severity="hang" if nics else None, **changes)
+        yield defect("locked", where, severity=severity, container=host.container, **changes)
     mapped = limit_of(limits, "Max address space")
     if mapped is not None:
         yield defect("mapped", "ulimit -v of this user", measured=mib(mapped), expected="unlimited")
@@ -155,36 +143,25 @@ def check_numa(host: HostState) -> Results:
     counts = [sum(packages == {socket} for packages in nodes.values()) for socket in sockets]
     most = max(counts, default=0)
     if most > 1:
-        yield defect(
-            "split",
+        where, measured = (
             f"{len(sockets)} socket(s), {len(nodes)} NUMA nodes",
-            measured=f"{most} nodes a socket",
-            expected="1",
-            why=f"a bounce buffer is on one node and has 1/{most} of its socket's memory "
-            "channels; rings with bounces may be faster unsplit, which a plan can compare",
+            f"{most} nodes a socket",
         )
+        why = (
+            f"a bounce buffer is on one node and has 1/{most} of its socket's memory channels; "
+            "rings with bounces may be faster unsplit, which a plan can compare"
+        )
+        yield defect("split", where, measured=measured, expected="1", why=why)
     for node, packages in nodes.items():
-        if len(packages) > 1:
-            yield defect(
-                "joined", f"NUMA node {node}", measured=f"{len(packages)} sockets", expected="1"
-            )
-    yield from _lost_gpus(host)
+        if (count := len(packages)) > 1:
+            where = f"NUMA node {node}"
+            yield defect("joined", where, measured=f"{count} sockets", expected="1")
+    if lost := [host.gpu_name(gpu) for gpu in host.gpus if host.pci(gpu, "numa_node") == "-1"]:
+        severity: Severity | None = "note" if len(nodes) == 1 else None
+        rule = "hidden-gpus" if host.virtual else "lost-gpus"
+        yield defect(rule, list_names(lost), severity=severity)
     if len(nodes) > 1 and host.number("proc/sys/kernel/numa_balancing"):
         yield defect("balancing", "/proc/sys/kernel/numa_balancing", measured="1", expected="0")
-
-
-def _lost_gpus(host: HostState) -> Iterator[Defect]:
-    lost = [host.gpu_name(gpu) for gpu in host.gpus if host.pci(gpu, "numa_node") == "-1"]
-    if not lost:
-        return
-    changes = {}
-    if host.virtual:
-        changes = {
-            "effect": ": the virtual machine hides it",
-            "fix": "give it the host's NUMA topology (libvirt: numatune, pcie expander buses)",
-        }
-    harmless = host.virtual or len(host.numa_nodes()) == 1
-    yield defect("lost-gpus", list_names(lost), severity="note" if harmless else None, **changes)
 
 
 _CUMEM_HOST_SINCE = 560
@@ -210,20 +187,3 @@ def check_virtual(host: HostState) -> Results:
         facts = "PCI switches, ACS and the IOMMU of the physical machine"
         why = "a virtual machine shows its own; run it on the hypervisor as well"
         yield Unseen(what=facts, why=why)
-
-
-HOST_CHECKS: Mapping[str, Callable[[HostState], Results]] = {
-    "acs": check_acs,
-    "iommu": check_iommu,
-    "links": check_links,
-    "hardware": check_hardware,
-    "BAR1": check_bar1,
-    "peers": check_peers,
-    "errors": check_errors,
-    "gpus": check_gpus,
-    "numa": check_numa,
-    "shared memory": check_shared_memory,
-    "limits": check_limits,
-    "container": check_container,
-    "virtual machine": check_virtual,
-}

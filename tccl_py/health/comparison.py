@@ -42,7 +42,6 @@ _OWN = ("NCCL_HOSTID", "NCCL_COMM_ID", "NCCL_DEBUG_FILE", "NCCL_TOPO_DUMP_FILE")
 """Variables that each host, or each rank, has its own value of."""
 _BOOT = re.compile(r"(?:iommu|amd_iommu|intel_iommu|pci|pcie_\w+|nokaslr|mitigations|numa\w*)\b")
 _LIBRARIES = ("libibverbs.so.1", "libmlx5.so.1", "libnccl-net.so")
-_FOLDERS = ("usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu", "usr/lib64", "lib64")
 _ABSENT = ("variable", "library")
 """Facts that a host lacks where it has no other; else a missing fact could not be read."""
 
@@ -70,8 +69,8 @@ def _facts(host: HostState) -> Iterator[tuple[str, str]]:
             place = line.where.rpartition(":")[0] or line.where
             yield f"variable {name}", f"{line.value} ({place})"
     for name in _LIBRARIES:
-        paths = filter(None, (host.real(f"{folder}/{name}") for folder in _FOLDERS))
-        yield f"library {name}", next((path.name for path in paths), "")
+        path = host.library(name)
+        yield f"library {name}", path.name if path else ""
     yield from _facts_of_gpus(host)
     yield from _facts_of_nics(host)
     for text, name in (("Max locked memory", "locked memory"), ("Max open files", "open files")):
@@ -92,18 +91,13 @@ def _facts_of_gpus(host: HostState) -> Iterator[tuple[str, str]]:
         yield f"place of GPU {index}", bus_id
         above = host.ports_above(bus_id)
         # Idle GPUs lower the speed, never the width.
-        speed, width = (
-            host.pci_link(bus_id, "max").speed_gts,
-            host.pci_link(bus_id, "current").width,
-        )
-        slot = host.pci_link(above[-1], "max").speed_gts if above else None
-        speeds = min(filter(None, (speed, slot)), default=None)
-        yield f"link of GPU {index}", f"{speeds:g} GT/s x{width}" if speeds and width else ""
+        ends = (host.pci_link(end, "max").speed_gts for end in (bus_id, *above[-1:]))
+        speed, width = min(filter(None, ends), default=0), host.pci_link(bus_id, "current").width
+        yield f"link of GPU {index}", f"{speed:g} GT/s x{width}" if speed and width else ""
         yield f"NVLinks of GPU {index}", str(sum(gpu.links.values())) if gpu else ""
     if len(host.gpus) > 1:
-        without = [fact for fact in host.driver.peer_access if not fact.supported]
-        asked = not host.driver.unseen
-        yield "pairs without P2P", str(len(without)) if asked else ""
+        without = sum(not fact.supported for fact in host.driver.peer_access)
+        yield "pairs without P2P", "" if host.driver.unseen else str(without)
         redirecting, hidden = redirecting_ports(host)
         yield "ACS", "" if hidden else f"redirects at {len(redirecting)} bridges"
         translates = translating(host)
@@ -134,27 +128,6 @@ _OF_A_HOST = (
     *("NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_TOPO_FILE", "NCCL_GRAPH_FILE"),
 )
 """Variables that hosts may well have unlike values of."""
-_EFFECTS = {
-    "NCCL": "differs-nccl",
-    "variable": "differs-variable",
-    "GPUs": "differs-gpus",
-    "GPU": "differs-gpus",
-    "NICs": "differs-nics",
-    "state": "differs-nics",
-    "rate": "differs-speed",
-    "link": "differs-speed",
-    "NVLinks": "differs-speed",
-    "MTU": "differs-mtu",
-    "addresses": "differs-addresses",
-    "limit": "differs-limit",
-    "/dev/shm": "differs-limit",
-    "GPU Direct RDMA": "differs-gdr",
-    "pairs": "differs-p2p",
-    "ACS": "differs-p2p",
-    "IOMMU": "differs-p2p",
-    "proof": "differs-p2p",
-}
-"""Rules by the first word of a fact, or the whole of it; others are `differs`."""
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
@@ -242,7 +215,8 @@ def _differences(name: str, hosts: Sequence[DoctorReport]) -> Iterator[Differenc
     if 2 * len(users[usual]) <= sum(map(len, users.values())):
         usual = ""
     kind, _, of_what = name.partition(" ")
-    rule = rules()[_EFFECTS.get(name) or _EFFECTS.get(kind, "differs")]
+    effects = {fact: rule for rule in rules().values() for fact in rule.facts}
+    rule = effects.get(name) or effects.get(kind, rules()["differs"])
     if of_what in _OF_A_HOST or of_what.startswith(("NCCL_DEBUG", "TCCL_")):
         rule = rules()["differs"]
     for value, of in users.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 from collections import Counter
@@ -16,7 +15,15 @@ from typing import Any
 import msgspec
 
 from tccl_py.errors import InputError, MeasurementError, spell
-from tccl_py.health.checks import HOST_CHECKS
+from tccl_py.health.checks import (
+    check_container,
+    check_gpus,
+    check_limits,
+    check_numa,
+    check_peers,
+    check_shared_memory,
+    check_virtual,
+)
 from tccl_py.health.comparison import facts_of
 from tccl_py.health.host import (
     ENVIRONMENT,
@@ -29,40 +36,36 @@ from tccl_py.health.host import (
     cut,
     defect,
     files_of_this_host,
-    in_force,
-    lines_of,
     list_names,
     rules,
 )
-from tccl_py.health.network import check_network, unfit_interfaces, unfit_nics
-from tccl_py.health.nics import check_nics, unfit_network, unfit_network_plugin
-from tccl_py.health.pci import error_counts
+from tccl_py.health.nics import check_network, check_nics
+from tccl_py.health.pci import (
+    check_acs,
+    check_bar1,
+    check_errors,
+    check_hardware,
+    check_iommu,
+    check_links,
+    error_counts,
+)
 from tccl_py.health.plugin import check_plugin
+from tccl_py.health.variables import check_settings
 from tccl_py.model.links import Proof, ProofVerdict
 from tccl_py.nccl.asked import ring_words
-from tccl_py.nccl.settings import GRAPH_VARIABLE, settings_from_environment
-from tccl_py.nccl.variables import similar_name
-from tccl_py.nccl.versions import release, say_unchecked, version_facts
-from tccl_py.nccl_conf import ConfLine
+from tccl_py.nccl.versions import release, say_unchecked
 from tccl_py.nccl_library import installed_nccls
 from tccl_py.readers.live import driver_facts
-from tccl_py.readers.sysfs import normal_bus_id
 from tccl_py.sources.profiled import conditions_of
-
-_NAME = re.compile(r"NCCL_[A-Z0-9_]{1,60}", re.ASCII)
-_JOB_FIX = "set it only in jobs that use exactly those GPUs: `tccl env DIR --gpus LIST`"
-_CONDITION = "only if nobody set it against hangs or wrong values, which `tccl verify` looks for: "
-_MAX_TOPOLOGY = 1 << 22
-_BUS_IDS = re.compile(r'busid="([0-9A-Fa-f:.]{1,20})"', re.ASCII)
-_HOST_FIX = "remove the line; `tccl env DIR --gpus LIST` sets it for one job"
 
 
 def this_host() -> HostState:
     """Return this host, with the answers of its driver and of the installed NCCL."""
-    free = None
+    driver, free, log = DriverState(), None, b""
     with suppress(OSError):
         free = shutil.disk_usage("/dev/shm").free
-    driver = DriverState()
+    with suppress(OSError, subprocess.SubprocessError):
+        log = subprocess.run(["dmesg"], capture_output=True, timeout=5, check=True).stdout
     try:
         facts = driver_facts()
         driver = DriverState(gpus=facts.gpus, peer_access=facts.peer_access)
@@ -70,141 +73,15 @@ def this_host() -> HostState:
     except (InputError, MeasurementError) as error:
         unseen = error.what if isinstance(error, InputError) else str(error)
         driver = replace(driver, unseen=unseen)
-    earlier = error_counts(replace(files_of_this_host(), driver=driver))
-    return replace(
+    host = replace(
         files_of_this_host(),
         driver=driver,
         shm_free=free,
         nccl=tuple(installed_nccls()),
         by_root=os.geteuid() == 0,
-        log=_kernel_log(),
-        earlier_errors=earlier,
+        log=log,
     )
-
-
-def _kernel_log() -> bytes:
-    with suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(["dmesg"], capture_output=True, timeout=5, check=True).stdout
-    return b""
-
-
-# Checks of NCCL: variables in force, lines of nccl.conf that NCCL misreads, version and rings.
-def check_settings(host: HostState) -> Results:
-    """Report variables in force and misread lines of NCCL's files."""
-    for line in lines_of(host):
-        yield from _report_misread(line)
-    variables = {name: line for name, line in in_force(host).items() if _NAME.fullmatch(name)}
-    for name, line in variables.items():
-        if meant := similar_name(name):
-            yield defect("misread", line.where, what=f"NCCL has no {name}", fix=f"write {meant}")
-    for name, check in _CHECKED_VALUES.items():
-        if name in variables and (fields := check(host, variables[name].value)):
-            line, rule = variables.pop(name), fields.pop("rule")
-            fault = f"{name}={cut(line.value)} {fields.pop('what')}"
-            fix = _CONDITION * rules()[rule].workaround + _undo(line)
-            yield defect(rule, line.where, what=fault, fix=fix, **fields)
-    yield from _pinned_functions(host, variables)
-    graph = variables.get(GRAPH_VARIABLE)
-    if graph is not None and graph.value:
-        fault, where = f"NCCL_GRAPH_FILE={cut(graph.value)} is set", graph.where
-        if where == ENVIRONMENT:
-            yield defect("graph", where, severity="note", what=fault, fix=_JOB_FIX)
-        else:
-            yield defect("graph", where, what=f"{fault} for all jobs of this host", fix=_HOST_FIX)
-    effective = {name: line for name, line in variables.items() if not line.installed}
-    for name, rule in rules().items():
-        speaks = not rule.rdma or host.rdma_nics()
-        if speaks and name in effective and effective[name].value != rule.harmless:
-            line = effective[name]
-            effect = "; it holds for every job that does not set it itself"
-            effect = "; it overrides a plan's setting" if line.where == ENVIRONMENT else effect
-            fault = f"{name}={cut(line.value)} is set"
-            fix = _CONDITION * rule.workaround + _undo(line)
-            yield defect(name, line.where, what=fault, effect=effect, fix=fix)
-
-
-def _pinned_functions(host: HostState, variables: Mapping[str, ConfLine]) -> Results:
-    """Report algorithms for some collectives alone beside protocols for all."""
-    algorithm, protocol = variables.get("NCCL_ALGO"), variables.get("NCCL_PROTO")
-    if algorithm is None or protocol is None:
-        return
-    some = all(":" in part for part in algorithm.value.split(";"))
-    every = any(":" not in part for part in protocol.value.split(";"))
-    fails = any(version_facts(nccl.version).algorithms_exclude for nccl in host.nccl or ())
-    if some and every and (fails or not host.nccl):
-        fault = f"NCCL_ALGO={cut(algorithm.value)} beside NCCL_PROTO={cut(protocol.value)}"
-        yield defect("functions", algorithm.where, what=fault, fix=_undo(algorithm))
-
-
-def _undo(line: ConfLine) -> str:
-    return f"unset {line.name}" if line.where == ENVIRONMENT else "remove the line"
-
-
-# Values that do not fit this host, often from another one: fields of the finding, or none.
-def _unfit_graph(host: HostState, value: str) -> dict[str, Any]:
-    if value and (not value.startswith("/") or host.has(value)):
-        return {}
-    fault = "names a file that is not here" if value else "is set, with no file"
-    return {"rule": "no-graph-file", "what": fault}
-
-
-def _unfit_topology(host: HostState, value: str) -> dict[str, Any]:
-    if not value.startswith("/"):
-        return {}
-    data = host.data(value, limit=_MAX_TOPOLOGY)
-    if data is None:
-        why = "NCCL reads the machine itself, and says so in its log only"
-        fault = "names a file that is not here"
-        return {"rule": "foreign", "severity": "note", "what": fault, "why": why}
-    ids = {normal_bus_id(text) for text in _BUS_IDS.findall(data.decode("utf-8", "replace"))}
-    lost = [host.gpu_name(gpu) for gpu in host.gpus if gpu not in ids]
-    return {"rule": "foreign", "what": f"lacks {list_names(lost)}"} if lost else {}
-
-
-def _unfit_protocol(host: HostState, value: str) -> dict[str, Any]:
-    lists = [part.rpartition(":")[2] for part in value.upper().split(";")]
-    forced = any("LL128" in part.split(",") for part in lists if not part.startswith("^"))
-    ids = {gpu.bus_id for gpu in host.driver.gpus}
-    # The end "" is a switch.
-    links = [{gpu.bus_id, *gpu.links} for gpu in host.driver.gpus]
-    separate = any("" not in ends and ids - ends for ends in links)
-    fault = "forces LL128, and some GPUs here are not joined by NVLink"
-    return {"rule": "forced-ll128", "what": fault} if forced and separate else {}
-
-
-def _no_p2p(_: HostState, value: str) -> dict[str, Any]:
-    disables = settings_from_environment({"NCCL_P2P_LEVEL": value}).p2p_level == "LOC"
-    return {"rule": "NCCL_P2P_DISABLE", "what": "disables P2P"} if disables else {}
-
-
-_CHECKED_VALUES: Mapping[str, Callable[[HostState, str], dict[str, Any]]] = {
-    GRAPH_VARIABLE: _unfit_graph,
-    "NCCL_TOPO_FILE": _unfit_topology,
-    "NCCL_IB_HCA": unfit_nics,
-    "NCCL_NET": unfit_network,
-    "NCCL_NET_PLUGIN": unfit_network_plugin,
-    "NCCL_SOCKET_IFNAME": unfit_interfaces,
-    "NCCL_PROTO": _unfit_protocol,
-    "NCCL_P2P_LEVEL": _no_p2p,
-}
-
-
-def _report_misread(line: ConfLine) -> Results:
-    """Report a line whose name or value NCCL takes otherwise than intended."""
-    if "NCCL_" not in line.name:
-        return
-    if _NAME.fullmatch(line.name) is None:
-        fault = f"NCCL takes '{cut(line.name)}' for the name, which it does not know"
-        fix = "write NAME=VALUE without blanks or export"
-    elif line.value != line.value.strip() or re.search(r"""^["']|["']$|\s#""", line.value):
-        fault = f"NCCL takes '{cut(line.value)}' for the value of {line.name}"
-        fix = "write no quotes, no blanks, no comment behind it, Unix line ends"
-    elif line.cut:
-        fault = f"NCCL cuts the value of {line.name} after {len(line.value)} characters"
-        fix = "write a shorter value"
-    else:
-        return
-    yield defect("misread", line.where, what=fault, fix=fix)
+    return replace(host, earlier_errors=error_counts(host))
 
 
 def check_driver(host: HostState) -> Results:
@@ -287,7 +164,21 @@ def check_own_rings(host: HostState) -> Results:
     yield defect("own-rings", where, what=text, **fields)
 
 
-_NCCL_CHECKS: Mapping[str, Callable[[HostState], Results]] = {
+_CHECKS: Mapping[str, Callable[[HostState], Results]] = {
+    "proof": check_proof,
+    "acs": check_acs,
+    "iommu": check_iommu,
+    "links": check_links,
+    "hardware": check_hardware,
+    "BAR1": check_bar1,
+    "peers": check_peers,
+    "errors": check_errors,
+    "gpus": check_gpus,
+    "numa": check_numa,
+    "shared memory": check_shared_memory,
+    "limits": check_limits,
+    "container": check_container,
+    "virtual machine": check_virtual,
     "driver": check_driver,
     "NICs": check_nics,
     "network": check_network,
@@ -296,9 +187,6 @@ _NCCL_CHECKS: Mapping[str, Callable[[HostState], Results]] = {
     "plugin": check_plugin,
     "nccl-rings": check_own_rings,
 }
-
-
-_CHECKS = {"proof": check_proof, **HOST_CHECKS, **_NCCL_CHECKS}
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import resources
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -31,6 +32,11 @@ _DRIVER = re.compile(r"Kernel Module\b.*?\s([0-9]{3,4}(?:\.[0-9]{1,4}){1,2})\b")
 _SHOWN, _SHOWN_CHARACTERS = 6, 60
 _LOGS = ("var/log/dmesg", "var/log/kern.log", "var/log/messages")
 _LOG_BYTES = 1 << 20
+_MACHINES = ("x86_64", "aarch64")
+_LIBRARY_FOLDERS = (
+    *(f"usr/lib/{machine}-linux-gnu" for machine in _MACHINES),
+    *("usr/lib64", "lib64", "usr/lib", "usr/local/lib"),
+)
 ENVIRONMENT = "the environment"
 """Where a variable stands that is in no file."""
 
@@ -87,6 +93,12 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """The GPUs with it; None is all."""
     rdma: bool = False
     """Whether it says nothing on a host without RDMA NICs."""
+    container_fix: str = ""
+    """The fix in a container, where it is another one."""
+    facts: tuple[str, ...] = ()
+    """The facts of hosts whose difference it is, by the first word or the whole of their names."""
+    variables: dict[str, tuple[str, str]] = {}
+    """Variables with the value ("" is any) that it is about, and why."""
 
 
 @functools.cache
@@ -97,15 +109,22 @@ def rules() -> dict[str, Rule]:
 
 
 def defect(
-    rule: str, where: str, *, severity: Severity | None = None, effect: str = "", **fields: str
+    rule: str,
+    where: str,
+    *,
+    severity: Severity | None = None,
+    effect: str = "",
+    container: bool = False,
+    **fields: str,
 ) -> Defect:
     """Return a finding by a rule of `rules.json`.
 
     `effect` is added to the rule's `why`; `fields` replace or add fields of the finding.
     """
     base = rules()[rule]
-    parts = {"what": base.what, "why": base.why + effect, "source": base.source}
-    parts |= {"fix": base.fix, **fields}
+    fix = (container and base.container_fix) or base.fix
+    parts = {"what": base.what, "why": base.why + effect, "source": base.source, "fix": fix}
+    parts |= fields
     parts = {name: valid_text(text) for name, text in parts.items()}
     return Defect(severity=severity or base.severity, where=valid_text(where), **parts)
 
@@ -200,10 +219,30 @@ class HostState(HostFiles):
             return f"a GPU that NVML does not show ({bus_id})"
         return f"GPU {numbered.index(bus_id)} ({bus_id})"
 
+    def device_name(self, bus_id: str) -> str:
+        """Return a GPU's name, or that of a bridge."""
+        return self.gpu_name(bus_id) if bus_id in self.gpus else f"the bridge {bus_id}"
+
+    def iommu_type(self, bus_id: str) -> str:
+        """Return how the IOMMU takes the addresses of a device, as `identity` or `DMA-FQ`."""
+        group = self.real(f"{DEVICES}/{bus_id}/iommu_group")
+        return self.text(f"sys/kernel/iommu_groups/{group.name}/type") if group else ""
+
     def ports_above(self, bus_id: str) -> tuple[str, ...]:
         """Return the PCI bridges above a device, the root port first."""
         path = self.real(f"{DEVICES}/{bus_id}")
         return tuple(part for part in path.parts[:-1] if _BUS_ID.fullmatch(part)) if path else ()
+
+    @property
+    def library_folders(self) -> list[str]:
+        """The folders of libraries: those of LD_LIBRARY_PATH, then the system's."""
+        named = self.environment.get("LD_LIBRARY_PATH", "").split(":")
+        return [*filter(None, named), *_LIBRARY_FOLDERS]
+
+    def library(self, name: str) -> Path | None:
+        """Return the library that a job loads by a name; None where no folder has it."""
+        places = (self.real(f"{folder}/{name}") for folder in self.library_folders)
+        return next(filter(None, places), None)
 
     def rdma_nics(self) -> tuple[str, ...]:
         """Return the names of RDMA NICs."""

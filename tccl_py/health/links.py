@@ -325,9 +325,8 @@ def _evidence(
     pci = {pair for pair in pairs if not machine.has_nvlink(*pair)}
     ways = {gpu.index: {gpu.bus_id, *host.ports_above(gpu.bus_id)} for gpu in machine.gpus}
     for device, text in device_errors(host).items():
-        who = host.gpu_name(device) if device in host.gpus else f"the bridge {device}"
         over = {(one, other) for one, other in pairs if device in ways[one] | ways[other]}
-        yield f"{who} has errors: {text}", over
+        yield f"{host.device_name(device)} has errors: {text}", over
     ports, _ = redirecting_ports(host)
     harm = pcie_p2p_may_harm(host)
     if ports or harm:

@@ -1,20 +1,38 @@
-"""Checks of RDMA NICs and of NCCL's network: PCIe links, ports, addresses, variables."""
+"""Checks of RDMA NICs: PCIe links, ports and addresses, and subnets as cables need them."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from typing import Any
+from collections.abc import Iterator
 
-from tccl_py.health.host import HostState, Results, Severity, defect, in_force, list_names
+import msgspec
+
+from tccl_py.health.host import (
+    Defect,
+    HostState,
+    Results,
+    Severity,
+    cut,
+    defect,
+    in_force,
+    list_names,
+    rules,
+)
 from tccl_py.health.pci import link_defects
-from tccl_py.readers.sysfs import RdmaPort, rdma_ports
+from tccl_py.nccl.variables import NameList
+from tccl_py.readers.lldp import neighbours
+from tccl_py.readers.sysfs import PREFIX_BITS, PREFIX_VARIABLE, RdmaPort, rdma_ports
 
+_MTU = 9000
+_PORT = re.compile(r"np?([0-9]+)$", re.ASCII)
+"""The port of a card in the name of its interface, as systemd names it: enp1s0f0np0."""
+_FIREWALLS = {
+    "ufw": ("etc/ufw/ufw.conf", "ENABLED=yes"),
+    "firewalld": ("etc/systemd/system/multi-user.target.wants/firewalld.service", ""),
+}
+"""The file of each firewall that says that it is enabled, and a line of it."""
 _BONDS = "sys/class/net/{}/bonding/slaves"
-_CACHE, _CACHE_BYTES = "etc/ld.so.cache", 1 << 24
-_FOLDERS = ("usr/lib", "usr/lib64", "lib64", "usr/local/lib", "usr/lib/x86_64-linux-gnu")
-_INTERNAL = ("ib", "socket")
-"""Networks of NCCL's own for NCCL_NET, which ignores case."""
 
 
 def port_name(port: RdmaPort, ports: tuple[RdmaPort, ...]) -> str:
@@ -56,17 +74,15 @@ def _below_siblings(host: HostState, ports: tuple[RdmaPort, ...]) -> Results:
                 alone = len(active) == len(siblings) - 1 and len(active) > 1
                 severity: Severity = "slow" if waits or alone else "note"
                 yield defect(rule, names[port], severity=severity, measured=port.state)
-        best = max((port.mbps for port in active), default=0)
-        for port in active:
-            if 0 < port.mbps < best:
-                slow, fast = (f"{mbps / 1000:g} Gbit/s" for mbps in (port.mbps, best))
-                yield defect("port-slow", names[port], measured=slow, expected=fast)
+        rates = {port: port.mbps / 1000 for port in active}
         links = {port: host.pci_link(port.bus_id, "current") for port in active if port.bus_id}
-        most = max((link.gbps or 0 for link in links.values()), default=0)
-        for port, link in links.items():
-            if link.gbps and link.gbps < most:
-                slow, fast = (f"{gbps:.3g} GB/s" for gbps in (link.gbps, most))
-                yield defect("nic-slot", names[port], measured=slow, expected=fast)
+        lanes = {port: link.gbps or 0.0 for port, link in links.items()}
+        for rule, values, unit in (("port-slow", rates, "Gbit/s"), ("nic-slot", lanes, "GB/s")):
+            best = max(values.values(), default=0.0)
+            for port, value in values.items():
+                if 0 < value < best:
+                    slow, fast = (f"{round(number, 1):g} {unit}" for number in (value, best))
+                    yield defect(rule, names[port], measured=slow, expected=fast)
 
 
 def _bond(host: HostState, port: RdmaPort) -> Results:
@@ -83,22 +99,16 @@ def _addresses(host: HostState, port: RdmaPort, name: str) -> Results:
     if line is None or not line.value.isdecimal():
         return
     gids = {gid.index: gid for gid in port.gids}
-    gid = gids.get(int(line.value))
-    if gid is None or gid.address.is_link_local:
-        fault = "has no address there" if gid is None else "has a link-local address there"
-        routed = [
-            str(gid.index)
-            for gid in port.gids
-            if gid.version != "RoCE v1" and not gid.address.is_link_local
-        ]
-        fix = (
-            f"{name} has {list_names(routed)}"
-            if routed
-            else f"give {port.interface} an IPv4 address"
-        )
-        fix += "; from NCCL 2.21 on leave it unset"
-        what = f"NCCL_IB_GID_INDEX={line.value} is set, and {name} {fault}"
-        yield defect("gid-index", line.where, what=what, fix=fix)
+    gid = gids.pop(int(line.value), None)
+    if gid is not None and not gid.address.is_link_local:
+        return
+    reached = (gid for gid in gids.values() if not gid.address.is_link_local)
+    routed = [str(gid.index) for gid in reached if gid.version != "RoCE v1"]
+    fault = "has no address there" if gid is None else "has a link-local address there"
+    fix = f"{name} has {list_names(routed)}"
+    fix = fix if routed else f"give {port.interface} an IPv4 address"
+    what = f"NCCL_IB_GID_INDEX={line.value} is set, and {name} {fault}"
+    yield defect("gid-index", line.where, what=what, fix=f"{fix}; from NCCL 2.21 on leave it unset")
 
 
 def _equal_routes(host: HostState) -> Results:
@@ -114,32 +124,58 @@ def _equal_routes(host: HostState) -> Results:
             yield defect("equal-routes", f"{list_names(sorted(interfaces))} to {address}")
 
 
-# Values that do not fit this host: fields of the finding, or none.
-def unfit_network(host: HostState, value: str) -> dict[str, Any]:
-    """Return a finding's fields where NCCL_NET names a network whose library is not here."""
-    if value.lower() in _INTERNAL or _plugin_is_here(host, value):
-        return {}
-    return {"rule": "no-net", "what": "names a network that no library here offers"}
+def check_network(host: HostState) -> Results:
+    """Report what keeps rings from RDMA functions with a subnet of their own.
+
+    Hosts with one RDMA function, or with all of them in one subnet, are at a switch. So may be
+    hosts of several GPUs, for which all is a note.
+    """
+    for finding in _findings(host):
+        several = len(host.gpus) > 1
+        yield msgspec.structs.replace(finding, severity="note") if several else finding
 
 
-def unfit_network_plugin(host: HostState, value: str) -> dict[str, Any]:
-    """Return a finding's fields where NCCL_NET_PLUGIN names libraries of which none is here."""
-    names = [name for name in value.split(",") if name]
-    if not names or "none" in names or any(_plugin_is_here(host, name) for name in names):
-        return {}
-    why = "NCCL goes on with its own networks, RDMA or sockets"
-    fields = {"rule": "no-net", "severity": "slow", "why": why}
-    return fields | {"what": "names a library that is not here"}
+def _findings(host: HostState) -> Iterator[Defect]:
+    variables = {name: line.value for name, line in in_force(host).items()}
+    functions = [port for port in rdma_ports(host) if port.ethernet and port.number == 1]
+    addressed = [function for function in functions if function.addresses]
+    text = variables.get(PREFIX_VARIABLE, "")
+    bits = int(text) if text.isdecimal() and 1 <= int(text) <= 32 else PREFIX_BITS
+    users: dict[str, list[str]] = defaultdict(list)
+    for function in addressed:
+        for subnet in function.subnets(bits):
+            users[subnet].append(function.name)
+    if len(users) < 2:
+        return
+    for function in functions:
+        yield from _of_function(host, function)
+    for subnet, names in sorted(users.items()):
+        if len(names) > 1:
+            yield defect("subnet-twice", f"{list_names(names)} in {subnet}")
+    value = variables.get("NCCL_IB_HCA", "")
+    chosen = NameList(value)
+    if left_out := [one.name for one in addressed if not chosen.allows(one.name)]:
+        yield defect("left-out", list_names(left_out), measured=f"NCCL_IB_HCA={value[:60]}")
+    for name, (bad, effect) in rules()["along-cables"].variables.items():
+        if name in variables and bad in ("", variables[name]):
+            what = f"{name}={cut(variables[name])} is set"
+            yield defect("along-cables", in_force(host)[name].where, what=what, effect=effect)
+    for name, (path, line) in _FIREWALLS.items():
+        if host.has(path) and line in host.text(path):
+            fix = "let all traffic in from the neighbours' addresses in each of these subnets"
+            yield defect("firewall", f"{name}, subnets {list_names(sorted(users))}", fix=fix)
 
 
-def _plugin_is_here(host: HostState, name: str) -> bool:
-    """Return whether a library of this name may be loaded, or whether that cannot be seen."""
-    if name.startswith("/"):
-        return host.has(name)
-    folders = host.environment.get("LD_LIBRARY_PATH", "").split(":")
-    files = {name, f"libnccl-net-{name}.so", f"lib{name}.so"}
-    found = {file for folder in (*folders, *_FOLDERS) if folder for file in host.entries(folder)}
-    cache = host.data(_CACHE, limit=_CACHE_BYTES) or b""
-    if not found and not cache:
-        return True
-    return bool(files & found) or any(file.encode() + b"\0" in cache for file in files)
+def _of_function(host: HostState, function: RdmaPort) -> Iterator[Defect]:
+    where = f"{function.name} ({function.interface or 'no interface'})"
+    if not function.active:
+        yield defect("function-down", where)
+    elif not function.addresses:
+        yield defect("no-address", where)
+    elif function.mtu is not None and function.mtu < _MTU:
+        fix = f"ip link set {function.interface} mtu {_MTU} (as root, on both ends of the cable)"
+        yield defect("small-mtu", where, measured=str(function.mtu), expected=str(_MTU), fix=fix)
+    for other in neighbours(host, function.interface):
+        ports = _PORT.search(function.interface), _PORT.search(other.port)
+        if ports[0] and ports[1] and ports[0][1] == ports[1][1]:
+            yield defect("like-ports", f"{where} and {other.port} of {other.system[:60]}")

@@ -95,7 +95,7 @@ def check_acs(host: HostState) -> Results:
 
 def translating(host: HostState) -> bool | None:
     """Return whether an IOMMU translates GPUs' addresses; None if unknown."""
-    if types := [kind for gpu in host.gpus if (kind := _group_type(host, gpu))]:
+    if types := [kind for gpu in host.gpus if (kind := host.iommu_type(gpu))]:
         return any(kind.startswith("DMA") for kind in types)
     if not host.entries("sys/class/iommu"):
         return False if host.has("sys/bus/pci/devices") else None
@@ -114,16 +114,11 @@ def _p2p_over_pcie(host: HostState) -> bool:
     )
 
 
-def _group_type(host: HostState, bus_id: str) -> str:
-    link = host.real(f"sys/bus/pci/devices/{bus_id}/iommu_group")
-    return host.text(f"sys/kernel/iommu_groups/{link.name}/type") if link else ""
-
-
 def check_iommu(host: HostState) -> Results:
     """Find an IOMMU that translates GPUs' addresses."""
     state = translating(host)
     if state:
-        gpus = [gpu for gpu in host.gpus if _group_type(host, gpu).startswith("DMA")]
+        gpus = [gpu for gpu in host.gpus if host.iommu_type(gpu).startswith("DMA")]
         hangs, effect = _p2p_over_pcie(host), ""
         if hangs:
             effect = "; where it maps no such addresses, P2P over PCIe hangs or damages data"
@@ -137,13 +132,12 @@ def check_iommu(host: HostState) -> Results:
 def check_links(host: HostState) -> Results:
     """Find links of GPUs, and of switches above GPUs, with low width or speed."""
     for gpu in host.gpus:
-        above = host.ports_above(gpu)
-        if above:
-            who = f"{host.gpu_name(gpu)}, below {above[-1]}"
-            yield from _width(host, gpu, above[-1], who)
-            gpu_speed, slot = (host.pci_link(end, "max").speed_gts for end in (gpu, above[-1]))
-            if slot is not None and gpu_speed is not None and slot < gpu_speed:
-                yield defect("slot", who, measured=f"{slot:g} GT/s", expected=f"{gpu_speed:g} GT/s")
+        if above := host.ports_above(gpu)[-1:]:
+            who = f"{host.gpu_name(gpu)}, below {above[0]}"
+            yield from link_defects(host, gpu, above[0], who, saves_power=True)
+            own, slot = (host.pci_link(end, "max").speed_gts for end in (gpu, above[0]))
+            if own and slot and slot < own:
+                yield defect("slot", who, measured=f"{slot:g} GT/s", expected=f"{own:g} GT/s")
     # A root port, then a switch's two ports each: the links above upstream ports are cables or
     # lanes, those between the two ports of one switch are inside the chip.
     chains = [host.ports_above(gpu) for gpu in host.gpus]
@@ -157,23 +151,20 @@ def check_links(host: HostState) -> Results:
         )
 
 
-def link_defects(host: HostState, device: str, above: str, who: str) -> Iterator[Defect]:
-    """Find a link of a device that saves no power when idle with low width or speed."""
-    yield from _width(host, device, above, who)
-    speed = host.pci_link(device, "current").speed_gts
-    speeds = [host.pci_link(end, "max").speed_gts for end in (device, above)]
-    best = min(filter(None, speeds), default=0.0)
-    if speed is not None and speed < best:
-        yield defect("slow-uplink", who, measured=f"{speed:g} GT/s", expected=f"{best:g} GT/s")
-
-
-def _width(host: HostState, device: str, above: str, who: str) -> Iterator[Defect]:
-    width = host.pci_link(device, "current").width
-    widths = [host.pci_link(end, "max").width for end in (device, above)]
-    best = min(filter(None, widths), default=0)
-    if width is not None and width < best:
-        why = f"the link carries {width}/{best} of its best, in every ring"
-        yield defect("narrow", who, measured=f"x{width}", expected=f"x{best}", why=why)
+def link_defects(
+    host: HostState, device: str, above: str, who: str, *, saves_power: bool = False
+) -> Iterator[Defect]:
+    """Find a link of a device with low width, or low speed if it does not save power when idle."""
+    now = host.pci_link(device, "current")
+    ends = [host.pci_link(end, "max") for end in (device, above)]
+    lanes = min(filter(None, (end.width for end in ends)), default=0)
+    if now.width is not None and now.width < lanes:
+        why = f"the link carries {now.width}/{lanes} of its best, in every ring"
+        yield defect("narrow", who, measured=f"x{now.width}", expected=f"x{lanes}", why=why)
+    gts = min(filter(None, (end.speed_gts for end in ends)), default=0.0)
+    if not saves_power and now.speed_gts is not None and now.speed_gts < gts:
+        measured, expected = f"{now.speed_gts:g} GT/s", f"{gts:g} GT/s"
+        yield defect("slow-uplink", who, measured=measured, expected=expected)
 
 
 def links_now(machine: Machine, fingerprint: Fingerprint, host: HostState) -> dict[str, PciLink]:
@@ -261,8 +252,7 @@ def device_errors(host: HostState) -> dict[str, str]:
 def check_errors(host: HostState) -> Results:
     """Find GPUs and bridges whose errors the kernel has counted or logged."""
     for device, text in device_errors(host).items():
-        where = host.gpu_name(device) if device in host.gpus else f"the bridge {device}"
-        yield defect("errors", where, measured=text)
+        yield defect("errors", host.device_name(device), measured=text)
 
 
 def check_bar1(host: HostState) -> Results:
@@ -283,14 +273,14 @@ def check_bar1(host: HostState) -> Results:
 
 def check_hardware(host: HostState) -> Results:
     """Find GPUs and switches whose links are below those of their siblings."""
-    gpus = host.driver.gpus or [
+    gpus = host.driver.gpus or tuple(
         GpuFacts(index=i, bus_id=bus_id, uuid="", name="", sm=0, links={}, c2c_links=0)
         for i, bus_id in enumerate(host.gpus)
-    ]
+    )
     if not gpus:
         return
     access = host.driver.peer_access
-    machine = machine_of(DriverFacts(driver="", gpus=tuple(gpus), peer_access=access), host)
+    machine = machine_of(DriverFacts(driver="", gpus=gpus, peer_access=access), host)
     for limit in hardware_limits(machine, Knowledge(peer_access=access)):
         yield defect("hardware", limit.where, what=limit.what, fix=limit.fix)
     for gpu in host.gpus:

@@ -74,6 +74,36 @@ def given_variables(settings: Sequence[str]) -> dict[str, str]:
     return variables
 
 
+class NameList:
+    """A list of devices as NCCL reads it: `^` leaves them out, `=` takes exact names alone.
+
+    Otherwise names are beginnings of names. Ports are left out.
+
+    >>> [NameList(text).allows("mlx5_10") for text in ("mlx5_1", "=mlx5_1:1", "^mlx5", "")]
+    [True, False, False, True]
+    """
+
+    def __init__(self, text: str) -> None:
+        self.excludes = text.startswith("^")
+        names = text.removeprefix("^")
+        self._fits = str.__eq__ if names.startswith("=") else str.startswith
+        parts = (name.partition(":")[0] for name in names.removeprefix("=").split(","))
+        self.names = list(filter(None, parts))
+
+    def has(self, device: str) -> bool:
+        """Return whether it names a device."""
+        return any(self._fits(device, name) for name in self.names)
+
+    def allows(self, device: str) -> bool:
+        """Return whether it leaves NCCL a device; an empty one leaves all."""
+        return not self.names or self.has(device) != self.excludes
+
+    def lost(self, present: Sequence[str]) -> list[str]:
+        """Return the names that fit none of the present devices, if it does not exclude."""
+        names = [] if self.excludes else self.names
+        return [name for name in names if not any(self._fits(each, name) for each in present)]
+
+
 def similar_name(name: str) -> str:
     """Return the variable of NCCL that a name is a misspelling of; "" if none, or if it is right.
 
