@@ -97,7 +97,7 @@ SLOWEST_FIRST = (
 def _sound_evidence(*_, **_options):
     """Stands for the proof of links where a test plans as on sound GPUs."""
     from tccl_py.model.links import JobProof  # noqa: PLC0415 (slow)
-    from tccl_py.nccl.proof import AskedJob  # noqa: PLC0415
+    from tccl_py.nccl.asked import AskedJob  # noqa: PLC0415
     from tccl_py.planning.proof import CONTROL, Evidence  # noqa: PLC0415
 
     proofs = [JobProof(environment=of, verdict="sound", seconds=1.0) for of in (CONTROL, {})]

@@ -9,7 +9,7 @@ from tccl_py.errors import CTRL_C_AND_SIGTERM, InputError, interrupts_put_off
 from tccl_py.health.proving import ProvenHost, prove_host
 from tccl_py.model.cluster import parse_gpus
 from tccl_py.model.links import Proof
-from tccl_py.nccl.proof import AskedJob
+from tccl_py.nccl.asked import AskedJob
 from tccl_py.planning.subject import Prove
 
 

@@ -17,7 +17,7 @@ from tccl_py.health.doctor import this_host
 from tccl_py.health.host import HostState, files_of_this_host
 from tccl_py.health.links import judge_links, pcie_p2p_may_harm
 from tccl_py.model.links import BAD_VERDICTS, LinkFact, Proof
-from tccl_py.nccl.proof import AskedJob
+from tccl_py.nccl.asked import AskedJob
 from tccl_py.nccl.view import view
 from tccl_py.nccl_library import installed_nccl
 from tccl_py.plan.plan import Plan

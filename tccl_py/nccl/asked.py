@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from typing import get_args
 
 import msgspec
 
 from tccl_py.errors import InputError, MeasurementError, spell
 from tccl_py.files import encode_json
+from tccl_py.model.links import JobProof, LinkVerdict
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.rings import neighbours
 from tccl_py.nccl.communicators import (
@@ -28,13 +30,16 @@ from tccl_py.nccl.communicators import (
 )
 from tccl_py.nccl.graph_file import Graph, parse_graph_file
 from tccl_py.nccl.graph_search import DefaultRings, default_rings
-from tccl_py.nccl.settings import Settings, environment, environment_text
+from tccl_py.nccl.settings import Settings, environment, environment_text, shell_text
 from tccl_py.nccl.transport import TRANSPORTS, pair_mechanism
 from tccl_py.nccl.tuner import SizeChoice
 from tccl_py.nccl.validator import Verdict, VerdictKind
+from tccl_py.nccl.values import SIZES, RankProof
 from tccl_py.nccl.variables import HOST_VARIABLES
 from tccl_py.nccl.versions import RING
 from tccl_py.nccl.view import NcclView, view
+from tccl_py.rank_processes.forkserver import remove_unused_segments
+from tccl_py.rank_processes.rank import JobSlot
 from tccl_py.rank_processes.tasks import RankOutput, RanksError, Task, decode_results, run_tasks
 
 PROGRAM = "tccl_py.nccl.communicators"
@@ -96,7 +101,8 @@ def ask_each(
     """
     rank_variables = rank_environment(variables, connect=connect)
     try:
-        return _run(rank_variables, questions)
+        (output,) = run_tasks([job_task(rank_variables, questions)])
+        return _answers(output, questions)
     except RanksError as error:
         failed = _NUMBERED.match(error.said)
         how = failure_of(error)
@@ -107,7 +113,7 @@ def ask_each(
             raise MeasurementError(how) from error
         # The file is at fault only if NCCL starts without it.
         try:
-            _run(rank_variables, [Question(gpus=questions[number].gpus)])
+            run_questions(rank_variables, [Question(gpus=questions[number].gpus)])
         except RanksError as again:
             raise MeasurementError(failure_of(again)) from again
         crash = error.late or "killed by signal" in error.what
@@ -154,11 +160,6 @@ def ask_together(
     for (job, part), output in zip(parts, outputs, strict=True):
         answers[job] += _answers(output, part)
     return tuple(map(tuple, answers))
-
-
-def _run(environment: Mapping[str, str], questions: Sequence[Question]) -> tuple[NcclAnswer, ...]:
-    (output,) = run_tasks([job_task(environment, questions)])
-    return _answers(output, questions)
 
 
 def _gpus_of(questions: Sequence[Question]) -> tuple[int, ...]:
@@ -247,6 +248,102 @@ def failure_of(error: RanksError) -> str:
     return f"{failure}: {words}" if words else failure
 
 
+# Jobs whose values are compared, each of which may fail by itself.
+class AskedJob(msgspec.Struct, frozen=True, kw_only=True):
+    """A job of default NCCL or under variables: what its values showed, and NCCL's answer."""
+
+    environment: dict[str, str]
+    proof: JobProof | None = None
+    """None where nothing was compared."""
+    answer: NcclAnswer | None = None
+    """None where it did not come to its end, or is not sound."""
+    why: str = ""
+    """Why there is no answer."""
+
+
+class JobsProof:
+    """Jobs of the installed NCCL over GPUs at the same time, each of which may fail by itself."""
+
+    def __init__(
+        self,
+        gpus: Sequence[int],
+        environments: Sequence[tuple[Mapping[str, str], bool]],
+        *,
+        sizes: tuple[int, ...] = (),
+    ) -> None:
+        """Take the jobs.
+
+        Args:
+            gpus: in rank order.
+            environments: NCCL's variables of each job, and whether its values are compared. Those
+                with compared values take turns in this order, and the control comes first: others
+                may hang.
+            sizes: bytes of messages for which the job without variables tells NCCL's choices.
+        """
+        count = sum(compares for _, compares in environments)
+        slots = (JobSlot(number=number, jobs=count, ranks=len(gpus)) for number in range(count))
+        self._jobs = [
+            (
+                dict(variables),
+                Question(
+                    gpus=tuple(gpus),
+                    sizes=() if variables else sizes,
+                    proof=next(slots) if compares else None,
+                ),
+            )
+            for variables, compares in environments
+        ]
+
+    @property
+    def tasks(self) -> list[Task]:
+        """The task of each job's ranks. They use the first time slots of those run together."""
+        return [job_task(rank_environment(of, connect=True), [asked]) for of, asked in self._jobs]
+
+    def results(self, outputs: Sequence[RankOutput | RanksError], begun: float) -> list[AskedJob]:
+        """Return what each job showed; remove what jobs that failed since `begun` left behind."""
+        jobs = [_job(*job, output) for job, output in zip(self._jobs, outputs, strict=True)]
+        if any(job.proof is not None and job.proof.verdict == "fails" for job in jobs):
+            remove_unused_segments(begun)
+        return jobs
+
+
+def _job(
+    environment: dict[str, str], question: Question, output: RankOutput | RanksError
+) -> AskedJob:
+    if isinstance(output, RanksError):
+        verdict: LinkVerdict = "hangs" if output.late else "fails"
+        why = failure_of(output)
+        failed = JobProof(environment=environment, verdict=verdict, seconds=0.0, what=why)
+        seen = failed if question.proof is not None else None
+        return AskedJob(environment=environment, proof=seen, why=why)
+    version, (logs,) = rank_logs(output, [question])
+    proof = _worst(environment, [log.proof for log in logs if log.proof is not None])
+    if proof is not None and proof.verdict != "sound":
+        return AskedJob(environment=environment, proof=proof, why=proof.what)
+    try:
+        answer = read_answer(question, logs, version)
+    except MeasurementError as error:
+        return AskedJob(environment=environment, proof=proof, why=str(error))
+    return AskedJob(environment=environment, proof=proof, answer=answer)
+
+
+def _worst(environment: dict[str, str], ranks: Sequence[RankProof]) -> JobProof | None:
+    """Return what the ranks of a job saw: the worst verdict, and the rates of its slowest ranks."""
+    if not ranks:
+        return None
+    order = ("hangs", "wrong values", "fails", *get_args(LinkVerdict))
+    worst = min(ranks, key=lambda rank: order.index(rank.verdict))
+    bus_bytes = 2 * (len(ranks) - 1) / len(ranks) * SIZES[-1]
+    repeats = zip(*(rank.repeats for rank in ranks), strict=False)
+    return JobProof(
+        environment=environment,
+        verdict=worst.verdict,
+        what=worst.what,
+        seconds=max(rank.seconds for rank in ranks),
+        gbps=tuple(bus_bytes / max(times) / 1e9 for times in repeats),
+    )
+
+
 # Verdicts on graph files.
 def judge_file(
     variables: Mapping[str, str], gpus: Sequence[int], text: str, *, where: str
@@ -303,30 +400,25 @@ class InstalledRings:
         self._machine, self._knowledge, self._gpus = machine, knowledge, tuple(gpus)
         self._sizes = sizes
         self.able = True
-        self._choices: dict[Settings, DefaultRings] = {}
-        self._answered: dict[Settings, NcclAnswer] = {}
-        self._known: list[tuple[dict[str, str], NcclAnswer | None]] = []
+        self._rings: dict[Settings, DefaultRings] = {}
+        # By the variables, as text; of jobs that failed None.
+        self._answers: dict[str, NcclAnswer | None] = {}
 
-    def learn(self, variables: dict[str, str], answer: NcclAnswer | None) -> None:
+    def learn(self, variables: Mapping[str, str], answer: NcclAnswer | None) -> None:
         """Take NCCL's answer of an earlier job under variables; None: it failed, ask no more."""
-        self._known.append((variables, answer))
+        self._answers[shell_text(variables)] = answer
         if answer is not None and answer.choices:
             self._sizes = ()
 
     def __call__(self, choices: Sequence[Settings]) -> list[DefaultRings]:
         """Return default NCCL's choice under each of several settings of transports."""
-        unknown = [key for key in dict.fromkeys(choices) if key not in self._choices]
-        self._ask_together([key for key in unknown if not self._learn(key)])
-        return [self._choice(settings) for settings in choices]
-
-    def _choice(self, settings: Settings) -> DefaultRings:
-        if settings not in self._choices:
+        new = [key for key in dict.fromkeys(choices) if key not in self._rings]
+        self._ask_together([key for key in new if environment_text(key) not in self._answers])
+        for settings in new:
             topo = view(self._machine, self._knowledge, settings, gpus=self._gpus)
-            chosen = default_rings(topo)
-            if self.able and (answer := self._answer(settings)):
-                chosen = self._correct(chosen, answer, topo)
-            self._choices[settings] = chosen
-        return self._choices[settings]
+            rings, answer = default_rings(topo), self._answer(settings) if self.able else None
+            self._rings[settings] = self._correct(rings, answer, topo) if answer else rings
+        return [self._rings[settings] for settings in choices]
 
     def _ask_together(self, choices: Sequence[Settings]) -> None:
         """Ask NCCL at the same time under several settings; those that fail are asked later."""
@@ -343,25 +435,13 @@ class InstalledRings:
                 answers = ask_together(jobs)
             except MeasurementError:
                 return
-            self._answered |= {of: answer for of, (answer,) in zip(part, answers, strict=True)}
-
-    def _learn(self, settings: Settings) -> bool:
-        """Take an earlier answer under settings; return whether NCCL need not be asked."""
-        known = (answer for of, answer in self._known if of == environment(settings))
-        for answer in known:
-            if answer is None:
-                topo = view(self._machine, self._knowledge, settings, gpus=self._gpus)
-                self._choices[settings] = default_rings(topo)
-            else:
-                self._answered[settings] = answer
-            return True
-        return False
+            for (variables, _), (answer,) in zip(jobs, answers, strict=True):
+                self.learn(variables, answer)
 
     def sized_answer(self, variables: Mapping[str, str]) -> NcclAnswer | None:
         """Return NCCL's answer under variables, if collectives ran there."""
-        answers = self._answered.items()
-        sized = (it for of, it in answers if it.choices and environment(of) == variables)
-        return next(sized, None)
+        answer = self._answers.get(shell_text(variables))
+        return answer if answer is not None and answer.choices else None
 
     def unable(self, why: str) -> None:
         """Stop asking, and add a notice with the reason."""
@@ -372,14 +452,16 @@ class InstalledRings:
         )
 
     def _answer(self, settings: Settings) -> NcclAnswer | None:
-        try:
-            answer = self._answered.get(settings)
-            answer = answer or ask_nccl(environment(settings), self._gpus)
-        except MeasurementError as error:
-            self.unable(str(error))
-            return None
+        key = environment_text(settings)
+        if key not in self._answers:
+            try:
+                self._answers[key] = ask_nccl(environment(settings), self._gpus)
+            except MeasurementError as error:
+                self.unable(str(error))
+                return None
+        answer = self._answers[key]
         # The first two numbers decide NCCL's behaviour.
-        if answer.version.split(".")[:2] != settings.version.split(".")[:2]:
+        if answer and answer.version.split(".")[:2] != settings.version.split(".")[:2]:
             self.unable(f"it is {answer.version}, and the plan is for {settings.version}")
             return None
         return answer

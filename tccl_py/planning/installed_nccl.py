@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.nccl.asked import (
+    AskedJob,
     InstalledRings,
     NcclAnswer,
     RefusedError,
@@ -19,7 +20,6 @@ from tccl_py.nccl.asked import (
     verdict_on,
 )
 from tccl_py.nccl.communicators import Question
-from tccl_py.nccl.proof import AskedJob
 from tccl_py.nccl.settings import environment
 from tccl_py.nccl.validator import Verdict
 from tccl_py.nccl.versions import ASSUMED

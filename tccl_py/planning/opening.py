@@ -23,7 +23,7 @@ from tccl_py.search.problem import Reporter
 from tccl_py.simulator.model import MachineModel
 
 if TYPE_CHECKING:
-    from tccl_py.nccl.proof import AskedJob
+    from tccl_py.nccl.asked import AskedJob
     from tccl_py.sources.hosts import Job
     from tccl_py.sources.profiled import MeasuredMachine
 

@@ -9,8 +9,7 @@ from itertools import permutations
 import msgspec
 
 from tccl_py.model.links import PairProof
-from tccl_py.nccl.asked import MOST_RANKS
-from tccl_py.nccl.proof import AskedJob, JobsProof
+from tccl_py.nccl.asked import MOST_RANKS, AskedJob, JobsProof
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.transport import TRANSPORTS, candidates, pair_mechanism
 from tccl_py.nccl.view import view

@@ -21,7 +21,7 @@ from tccl_py.sources.bench import Bench
 from tccl_py.sources.journal import read_journal, widen_journal
 
 if TYPE_CHECKING:
-    from tccl_py.nccl.proof import AskedJob
+    from tccl_py.nccl.asked import AskedJob
 
 Say = Callable[[str], None]
 Prove = Callable[[Callable[[], None]], "tuple[Proof | None, Sequence[AskedJob]]"]
