@@ -328,7 +328,7 @@ def test_a_machine_that_is_lost_ends_the_plan_by_name_and_keeps_the_journal(fake
 
 
 def test_env_says_how_a_measured_plan_gets_rings_for_some_of_many_gpus(tmp_path, monkeypatch):
-    monkeypatch.setattr("tccl_py.delivery.job.driver_facts", lambda: None)
+    monkeypatch.setattr("tccl_py.delivery.fit.driver_facts", lambda: None)
     monkeypatch.setattr("tccl_py.delivery.fit.fingerprint_of", lambda facts: PRINT)
     reference = load_plan(Path(__file__).parent.parent / "plans" / f"{WRX}.json")
     plan = replace_plan(reference, simulated=False, assumed=False)

@@ -9,14 +9,13 @@ from unittest import mock
 import msgspec
 import pytest
 
-from tccl_py.delivery.fit import why_not_fit, why_not_with
+from tccl_py.delivery.fit import why_elsewhere, why_not_with
 from tccl_py.delivery.job import JobRequest, deliver
 from tccl_py.errors import InputError
 from tccl_py.model.machine import Fingerprint
 from tccl_py.nccl.plugin.index import INDEX_FILE
 from tccl_py.nccl.settings import Settings, environment, export_lines
 from tccl_py.plan.directory import machine_file, nccl_files, write_plan
-from tccl_py.plan.machine_files import ANY_HOST
 from tccl_py.plan.results import planned_fingerprint
 from tccl_py.readers.live import GpuFacts
 from tests.cluster_plans import mixed
@@ -64,9 +63,10 @@ def measured(tmp_path):
 
 def why_not(plan, directory, fingerprint, gpus=None):
     """Why a plan does not fit a host of this fingerprint; with `gpus` one that may be equal."""
-    with mock.patch("tccl_py.delivery.fit.fingerprint_of", lambda _: fingerprint):
-        facts, equal_hosts = SimpleNamespace(gpus=gpus), gpus is not None
-        return why_not_fit(plan, directory, facts, equal_hosts=equal_hosts, host=ANY_HOST)
+    facts = SimpleNamespace(gpus=gpus)
+    answers = {"fingerprint_of": lambda _: fingerprint, "driver_facts": lambda: facts}
+    with mock.patch.multiple("tccl_py.delivery.fit", **answers):
+        return why_elsewhere(plan, directory, equal_hosts=gpus is not None, say=print)
 
 
 @pytest.mark.parametrize("name", OTHER)
@@ -199,7 +199,7 @@ def test_a_host_of_a_cluster_with_other_gpus_gets_the_variables_of_all_ranks_and
     monkeypatch.setattr("socket.gethostname", lambda: "gpu2")
     for now, code in ((gpus, 0), (gpus[:1], 1)):
         facts = SimpleNamespace(gpus=now)
-        monkeypatch.setattr("tccl_py.delivery.job.driver_facts", lambda facts=facts: facts)
+        monkeypatch.setattr("tccl_py.delivery.fit.driver_facts", lambda facts=facts: facts)
         result = tccl("env", str(tmp_path))
         assert result.exit_code == code, result.stderr
     exports = export_lines(environment(plan.job_settings))
@@ -215,7 +215,7 @@ def run_env(monkeypatch, directory, now, *words, facts=None):
             raise InputError("this machine", "no NVIDIA driver answers", "use another")
         return facts
 
-    monkeypatch.setattr("tccl_py.delivery.job.driver_facts", answer)
+    monkeypatch.setattr("tccl_py.delivery.fit.driver_facts", answer)
     monkeypatch.setattr("tccl_py.delivery.fit.fingerprint_of", lambda facts: now)
     return tccl("env", str(directory), *words)
 

@@ -666,13 +666,13 @@ def test_a_plan_of_another_user_is_not_installed_nor_a_file_in_anothers_folder(m
 
 def test_a_plan_of_another_machine_is_installed_only_by_force(measured, monkeypatch):
     verified(measured)
-    monkeypatch.setattr("tccl_py.delivery.job.driver_facts", lambda: None)
+    monkeypatch.setattr("tccl_py.delivery.fit.driver_facts", lambda: None)
     monkeypatch.setattr("tccl_py.delivery.fit.fingerprint_of", lambda facts: PRINT)
     result = tccl("install", measured)
     assert result.exit_code == 2
     assert "GPU 0 was GPU-0" in result.stderr
     facts = SimpleNamespace(gpus=load_plan(measured).machine.gpus)
-    monkeypatch.setattr("tccl_py.delivery.job.driver_facts", lambda: facts)
+    monkeypatch.setattr("tccl_py.delivery.fit.driver_facts", lambda: facts)
     result = tccl("export", measured, "--runtime", "slurm-prolog", "--alike")
     assert result.exit_code == 0, result.stderr
     assert "export TCCL_ALIKE=1" in result.stdout
@@ -685,7 +685,7 @@ def test_the_plan_of_a_cluster_is_installed_on_its_hosts_alone(tmp_path, monkeyp
     write_plan(plan, directory)
     verified(directory)
     gpus = plan.cluster.classes[plan.cluster.host_classes["gpu2"]].machine.gpus
-    monkeypatch.setattr("tccl_py.delivery.job.driver_facts", lambda: SimpleNamespace(gpus=gpus))
+    monkeypatch.setattr("tccl_py.delivery.fit.driver_facts", lambda: SimpleNamespace(gpus=gpus))
     monkeypatch.setattr("socket.gethostname", lambda: "another")
     result = tccl("install", directory, "--no-plugin")
     assert (result.exit_code, "the plan has no such host" in result.stderr) == (2, True)

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
 from tccl_py.errors import InputError
 from tccl_py.model.machine import Fingerprint, Gpu, Machine
 from tccl_py.nccl.settings import Settings
-from tccl_py.nccl.versions import has_rules
+from tccl_py.nccl.versions import has_rules, release
 from tccl_py.plan.directory import files_of, machine_file
 from tccl_py.plan.machine_files import ANY_HOST
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import known_fingerprint, planned_fingerprint
 from tccl_py.readers.hosts import names_of_this_host
-from tccl_py.readers.live import DriverFacts, GpuFacts, fingerprint_of
+from tccl_py.readers.live import GpuFacts, driver_facts, fingerprint_of
 
 ALIKE_VARIABLE = "TCCL_ALIKE"
 """Set to 1 in jobs that use the plan of another, equal host."""
-_VERSION = re.compile(r"v?([0-9]{1,3})\.([0-9]{1,3})(?![0-9])")
 
 
 def differences(
@@ -105,28 +103,32 @@ def host_here(plan: Plan, host: str | None = None) -> str | None:
     return longer[0] if len(longer) == 1 else None
 
 
-def why_not_fit(
-    plan: Plan, directory: Path, facts: DriverFacts, *, equal_hosts: bool, host: str | None
+def why_elsewhere(
+    plan: Plan, directory: Path, *, equal_hosts: bool, say: Callable[[str], None]
 ) -> str:
-    """Return why a plan's rates do not hold on a host, in clauses; "" if they hold.
+    """Return why a plan's rates do not hold on this host, in clauses; "" also without a driver.
 
-    A simulated plan belongs to no host, so nothing speaks against it. `facts` are the host's
-    present GPUs and driver, `host` is as of `host_here`. With `equal_hosts` GPUs of the same kinds
-    at the same places will do.
+    A simulated plan belongs to no host, so nothing speaks against it. With `equal_hosts` GPUs of
+    the same kinds at the same places will do, as on hosts of a cluster's plan.
     """
-    if host is None:
-        return "the plan has no such host"
     if plan.simulated:
         return ""
+    try:
+        facts = driver_facts()
+    except InputError as error:
+        say(f"whether this is the plan's machine was not checked: {error.what}")
+        return ""
+    host = host_here(plan)
+    if host is None:
+        return "the plan has no such host"
     if host != ANY_HOST:
         return why_not_of_class(plan, host, facts.gpus)
     planned = planned_fingerprint(plan, directory)
     if planned is None:
         return f"{machine_file(plan, directory)} has no fingerprint of its host"
     gpus, present = facts.gpus if equal_hosts else None, fingerprint_of(facts)
-    return "; ".join(
-        differences(plan.machine, planned, present, gpus=plan.gpus, present_gpus=gpus)[0]
-    )
+    another, _ = differences(plan.machine, planned, present, gpus=plan.gpus, present_gpus=gpus)
+    return "; ".join(another)
 
 
 def why_not_of_class(plan: Plan, host: str, gpus: Sequence[GpuFacts | Gpu]) -> str:
@@ -163,12 +165,9 @@ def why_not_with(settings: Settings, nccl: str) -> str:
     >>> why_not_with(Settings(version="2.30"), "2.28.9")
     'it is for NCCL 2.30 and this is 2.28.9 (plan again by `tccl plan DIR --force --nccl 2.28`)'
     """
-    planned, used = _VERSION.match(settings.version), _VERSION.match(nccl)
-    if used is None:
-        where = f"NCCL version {nccl[:40]!r}"
-        raise InputError(where, "is no version", "give a number such as 2.28.9")
-    if planned is not None and planned.groups() == used.groups():
+    planned, used = (release(version)[:2] for version in (settings.version, nccl))
+    if planned == used:
         return ""
-    minor = ".".join(used.groups())
+    minor = ".".join(map(str, used))
     again = f" (plan again by `tccl plan DIR --force --nccl {minor}`)" if has_rules(nccl) else ""
     return f"it is for NCCL {settings.version} and this is {nccl}{again}"

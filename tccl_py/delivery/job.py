@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from tccl_py.delivery.fit import host_here, why_not_fit, why_not_with
+from tccl_py.delivery.fit import host_here, why_elsewhere, why_not_with
 from tccl_py.delivery.launched import Launched, find_launch
 from tccl_py.delivery.plugin import plugin_exports
 from tccl_py.errors import InputError, require
@@ -26,7 +26,6 @@ from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import Tuning
 from tccl_py.plan.staging import check_files
 from tccl_py.readers.hosts import NODE_NAME
-from tccl_py.readers.live import driver_facts
 
 Say = Callable[[str], None]
 DRY_RUN = (
@@ -260,21 +259,6 @@ def _visible(plan: Plan, launch: Launched, say: Say) -> tuple[int, ...] | None:
     listed = ",".join(map(str, gpus))
     say(f"a job over GPUs {listed}, which CUDA_VISIBLE_DEVICES shows; `gpus` names others")
     return gpus
-
-
-def why_elsewhere(plan: Plan, directory: Path, *, equal_hosts: bool, say: Say) -> str:
-    """Return why this is no host of a measured plan, in clauses; "" also without a driver.
-
-    With `equal_hosts` equal GPUs with other UUIDs will do, as on hosts of a cluster's plan.
-    """
-    if plan.simulated:
-        return ""
-    try:
-        facts = driver_facts()
-    except InputError as error:
-        say(f"whether this is the plan's machine was not checked: {error.what}")
-        return ""
-    return why_not_fit(plan, directory, facts, equal_hosts=equal_hosts, host=host_here(plan))
 
 
 def _why_not_used(plan: Plan, nccl: str | None, *, say: Say) -> str:

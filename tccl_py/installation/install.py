@@ -17,13 +17,13 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
+from tccl_py.delivery.fit import why_elsewhere
 from tccl_py.delivery.job import (
     Delivery,
     JobRequest,
     Say,
     deliver_to_host,
     planned_or_installed,
-    why_elsewhere,
 )
 from tccl_py.delivery.plugin import PLUGIN_VARIABLE, check_trusted, plugin_exports, why_closed
 from tccl_py.errors import InputError, TcclError
