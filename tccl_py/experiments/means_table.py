@@ -12,7 +12,7 @@ from functools import cache
 from itertools import groupby, permutations
 from pathlib import Path
 from statistics import geometric_mean, median
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import msgspec
 from msgspec.structs import replace
@@ -106,12 +106,6 @@ class MeansTable(Kept, frozen=True, kw_only=True):
         return "" if all(row.best in row.us for row in self.rows) else "lacks a time"
 
 
-class _Contender(NamedTuple):
-    name: str
-    arm: Arm
-    spec: JobSpec
-
-
 def means_rows(world: int, sizes: Sequence[int] | None = None) -> tuple[Row, ...]:
     """Return the rows of all means, of these sizes alone if given.
 
@@ -158,12 +152,11 @@ def measure_means(
     jobs: dict[str, list[Outcome]] = {}
     launcher, hung = replace(launcher, timeout=min(launcher.timeout, DEADLINE_S)), False
     for number in range(ROUNDS):
-        for contender in round_order(contenders, number):
-            name = contender.name
+        for name in round_order(list(contenders), number):
             if name in out or (number and time.monotonic() - begun > seconds):
                 continue
             launcher.watch(f"round {number + 1} of {ROUNDS}: {name}")
-            job = _run(launcher, contender, again=hung)
+            job = _run(launcher, *contenders[name], again=hung)
             hung = isinstance(job, str) and job.startswith(HANGS)
             if isinstance(job, str):
                 out[name] = job
@@ -190,22 +183,19 @@ def measure_means(
 
 def _contenders(
     target: Target, known: Mapping[str, Means], rows: Sequence[Row], *, dry: bool
-) -> list[_Contender]:
-    """Return default NCCL, other means beside it, and the plan's choices of NCCL on GPUs."""
-    plan, (first, *choices) = target.plan, target.arms
-    nodes = sender_nodes(plan.machine, plan.rings)
-    named = [(name, name, first) for name in known]
-    named += [(f"{NCCL}-{arm.name}", NCCL, arm) for arm in choices if not dry]
-    specs = [
-        JobSpec(
-            rows=tuple(r for r in rows if r.collective in known[means].collectives),
-            means=means,
-            nodes=nodes,
-        )
-        for _, means, _ in named
-    ]
-    made = (_Contender(name, arm, spec) for (name, _, arm), spec in zip(named, specs, strict=True))
-    return [each for each in made if each.spec.rows]
+) -> dict[str, tuple[Arm, JobSpec]]:
+    """Return the jobs of default NCCL, of other means, and of the plan's choices of NCCL on GPUs.
+
+    Each has the rows that its means can do.
+    """
+    plan, (default, *choices) = target.plan, target.arms
+    named = {name: (default, name) for name in known}
+    named |= {f"{NCCL}-{arm.name}": (arm, NCCL) for arm in choices if not dry}
+    nodes, jobs = sender_nodes(plan.machine, plan.rings), dict[str, tuple[Arm, JobSpec]]()
+    for name, (arm, means) in named.items():
+        if own := tuple(row for row in rows if row.collective in known[means].collectives):
+            jobs[name] = arm, JobSpec(rows=own, means=means, nodes=nodes)
+    return jobs
 
 
 def _without_p2p(target: Target, launcher: Launcher, known: Mapping[str, Means]) -> dict[str, str]:
@@ -222,13 +212,13 @@ def _without_p2p(target: Target, launcher: Launcher, known: Mapping[str, Means])
     return {name: f"cannot run: {why}" for name in known if why and known[name].p2p}
 
 
-def _run(launcher: Launcher, contender: _Contender, *, again: bool) -> Outcome | str:
+def _run(launcher: Launcher, arm: Arm, spec: JobSpec, *, again: bool) -> Outcome | str:
     """Return a job of a means, or why the means is out.
 
     With `again` one that fails is run once more: what hung before it may still be on the GPUs.
     """
     try:
-        (job,) = launcher.run([contender.arm], contender.spec)
+        (job,) = launcher.run([arm], spec)
     except RanksError as error:
         said = error.said.removeprefix("error: ")
         if error.late or said.startswith(HANGS):
@@ -238,7 +228,7 @@ def _run(launcher: Launcher, contender: _Contender, *, again: bool) -> Outcome |
         if not again:
             return f"fails: {error}"
         time.sleep(AFTER_HANG_S)
-        return _run(launcher, contender, again=False)
+        return _run(launcher, arm, spec, again=False)
     faults = (times.fault for rank in job.results for times in rank.times)
     wrong = next(filter(None, faults), "")
     return f"wrong values: {wrong}" if wrong else job

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import ClassVar
 
 import msgspec
 from msgspec.structs import replace
@@ -35,7 +34,6 @@ from tccl_py.plan.chains import (
     ChoiceName,
     Failure,
     Order,
-    PlanChain,
     as_good,
     per_channel,
 )
@@ -56,22 +54,22 @@ Rates = Mapping[ChoiceName, float]
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """A plan to verify or tune, of one host; a ClusterTarget is of several.
-
-    `graphs` are the texts of graph files by host, THIS_HOST for a single one; NCCL_GRAPH_FILE of
-    the arms names `graph_file` of `directory`.
-    """
-
-    graph_file: ClassVar[str] = GRAPH_FILE
+    """A plan to verify or tune, of one host, whose chains close, or of several."""
 
     plan: Plan
     directory: Path
     graphs: Mapping[str, str]
+    """The texts of graph files by host, THIS_HOST for a single one."""
+
+    @property
+    def one_host(self) -> bool:
+        """Return whether the plan is of a single host."""
+        return self.plan.cluster.closes
 
     @property
     def gpus(self) -> tuple[int, ...]:
         """The GPUs of a single host, () of several."""
-        return self.plan.gpus
+        return self.plan.gpus if self.one_host else ()
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -136,7 +134,9 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return faults
 
     def _variables(self, name: ChoiceName) -> dict[str, str]:
-        return choice_variables(self.plan, self.directory, name, self.graph_file)
+        # Each host gets the file of its own name.
+        file = GRAPH_FILE if self.one_host else f"{HOSTS_FOLDER}/HOST.xml"
+        return choice_variables(self.plan, self.directory, name, file)
 
     @property
     def choices(self) -> Choices:
@@ -146,7 +146,9 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @property
     def network(self) -> str:
         """Return the network of the rows of searched settings: "" of a single host."""
-        return ""
+        if self.one_host:
+            return ""
+        return "sockets" if self.plan.settings.socket_ifname else "RDMA"
 
     def without_p2p(self, why: str) -> Target | None:
         """Return the plan with default NCCL failing, NCCL_P2P_DISABLE=1 as the least that runs.
@@ -157,7 +159,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         if default.fails or plan.pinned_env or not self._p2p(default):
             return None
         settings = replace(default.settings, p2p_level="LOC")
-        rings = tuple(self._own_rings(settings)) or None
+        rings = self._own_rings(settings)
         least = Choice(name="large-buffers", settings=settings, rings=rings)
         fails = Failure(verdict="fails")
         default = replace(default, predicted_gbps=None, fails=fails, note=why)
@@ -173,13 +175,25 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     def groups(self, world: int) -> tuple[Groups, ...]:
         """Return groups of ranks whose communicators are compared, as the plan holds for them."""
-        return groups_of(world)
+        return groups_of(world) if self.one_host else ()
 
     def verdict(self, version: str, variables: Mapping[str, str]) -> Verdict:
-        """Return the final rings of a job over all GPUs: as many as NCCL makes of the file's."""
-        sms = [sm for gpu in self.gpus if (sm := self.plan.machine.gpu(gpu).sm) is not None]
+        """Return what NCCL makes of graph files; of one host's as many of its rings as fit."""
+        plan = self.plan
+        if not self.one_host:
+            nodes = [
+                NodeJob(
+                    **pick(plan.cluster.classes[plan.class_number(host)], "machine", "knowledge"),
+                    gpus=plan.gpus_of(host),
+                    graph=self.graphs[host.name],
+                    where=f"graph file of {host.name}",
+                )
+                for host in plan.hosts
+            ]
+            return validate_cluster(nodes, version=version, environment=variables)
+        sms = [sm for gpu in self.gpus if (sm := plan.machine.gpu(gpu).sm) is not None]
         settings = settings_from_environment(variables, version=version)
-        orders = self.plan.channel_rings
+        orders = plan.channel_rings
         count = final_channels(settings, sm=min(sms, default=None), channels=len(orders))
         return Verdict(verdict="used", reason="", rings=per_channel(orders, count))
 
@@ -198,19 +212,23 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         plan, mechanisms = self.plan, set[str]()
         for path in plan.paths:
             view = class_view(plan, path.node_class, settings)
-            mechanisms |= {
-                pair_mechanism(view, *pair)
-                for pair in self._pairs(path.chains, plan.choices[name].rings or ())
-            }
+            pairs = chain.from_iterable(
+                map(neighbours, plan.choices[name].rings or ())
+                if self.one_host
+                else (pairwise(of.gpus) for of in path.chains)
+            )
+            mechanisms |= {pair_mechanism(view, *pair) for pair in pairs}
         return mechanisms
 
-    def _pairs(self, _: Sequence[PlanChain], rings: Sequence[Order], /) -> Iterator[GpuPair]:
-        """Yield the neighbours in a choice's rings, or in the plan's chains on a host."""
-        return chain.from_iterable(map(neighbours, rings))
-
     def other_paths(self, name: ChoiceName, settings: Settings) -> Sequence[Settings]:
-        """Return settings with other P2P levels, where variables alone choose the rings."""
+        """Return settings with other paths for the rings.
+
+        These are other NIC buffer placements of a graph file over hosts, and other P2P levels where
+        variables alone choose the rings of one host.
+        """
         plan = self.plan
+        if not self.one_host:
+            return gdr_variants(plan, settings) if name == "graph" else ()
         if name != "variables":
             return ()
         settings_found = candidates(
@@ -238,26 +256,32 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             plan = retune(plan, settings, achieved_gbps=rates.get("graph"))
         if "variables" in changes:
             settings = changes["variables"]
-            rings = tuple(self._own_rings(settings)) or None
+            rings = self._own_rings(settings)
             plan = plan.with_choice("variables", settings=settings, rings=rings)
         # The limit was measured under the settings before.
         plan = replace(plan, limit_gbps=None)
         plan = _with_achieved(plan, rates) if rates else plan
         return replace(self, plan=plan, graphs=graph_texts(plan, self.directory))
 
-    def _own_rings(self, settings: Settings) -> Sequence[Order]:
-        return default_rings(class_view(self.plan, 0, of_transports(settings))).rings
-
-    def _with_rates(self, rates: Rates) -> Plan:
-        plan = _with_achieved(self.plan, rates)
-        return plan.with_choice("graph", achieved_gbps=rates.get("graph"))
+    def _own_rings(self, settings: Settings) -> tuple[Order, ...] | None:
+        if self.one_host:
+            view = class_view(self.plan, 0, of_transports(settings))
+            return tuple(default_rings(view).rings) or None
+        # Only settings are tried that leave NCCL's own rings over hosts as they are.
+        return self.plan.choices["variables"].rings
 
     def settle(self, result: Verification) -> Target:
         """Return the plan with the rates of a comparison, and the winner as its choice.
 
         Variables that lose at some size have a note; those that lose no more have none.
         """
-        plan, dry_run = self._with_rates(result.achieved), self.plan.dry_run or result.dry_run
+        rates, dry_run = result.achieved, self.plan.dry_run or result.dry_run
+        plan = _with_achieved(self.plan, rates)
+        plan = plan.with_choice("graph", achieved_gbps=rates.get("graph"))
+        if not self.one_host:
+            # Graph files keep the rate that jobs ran with, from which NCCL's channels follow.
+            rate = self.plan.file_gbps or self.plan.best_known_gbps
+            plan = replace(plan, file_gbps=rate)
         if as_good(plan.rates) != as_good(self.plan.rates) or dry_run != self.plan.dry_run:
             # The limit is of the hops of the choice that was fastest before.
             plan = replace(plan, limit_gbps=None)
@@ -289,64 +313,10 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             links.keep(self.directory)
 
 
-class ClusterTarget(Target, frozen=True, kw_only=True, dict=True):
-    """A plan over several hosts to verify or tune."""
-
-    # Each host gets the file of its own name.
-    graph_file: ClassVar[str] = f"{HOSTS_FOLDER}/HOST.xml"
-
-    @property
-    def gpus(self) -> tuple[int, ...]:
-        """The GPUs of a single host: ()."""
-        return ()
-
-    @property
-    def network(self) -> str:
-        """The network of the rows of searched settings."""
-        return "sockets" if self.plan.settings.socket_ifname else "RDMA"
-
-    def groups(self, _: int) -> tuple[Groups, ...]:
-        """Return no groups of ranks: communicators over some of them have other plans."""
-        return ()
-
-    def verdict(self, version: str, variables: Mapping[str, str]) -> Verdict:
-        """Return what NCCL makes of the hosts' graph files."""
-        plan, classes = self.plan, self.plan.cluster.classes
-        own = own_variables(plan, plan.settings)
-        nodes = [
-            NodeJob(
-                **pick(classes[plan.class_number(host)], "machine", "knowledge"),
-                gpus=plan.gpus_of(host),
-                graph=self.graphs[host.name],
-                where=f"graph file of {host.name}",
-                environment=own.get(host.name, {}),
-            )
-            for host in plan.hosts
-        ]
-        return validate_cluster(nodes, version=version, environment=variables)
-
-    def _pairs(self, chains: Sequence[PlanChain], _: Sequence[Order], /) -> Iterator[GpuPair]:
-        return chain.from_iterable(pairwise(of.gpus) for of in chains)
-
-    def other_paths(self, name: ChoiceName, settings: Settings) -> Sequence[Settings]:
-        """Return settings with other NIC buffer placements for the plan's rings."""
-        return gdr_variants(self.plan, settings) if name == "graph" else ()
-
-    def _own_rings(self, _: Settings) -> Sequence[Order]:
-        # Only settings are tried that leave NCCL's own rings as they are.
-        return self.plan.choices["variables"].rings or ()
-
-    def _with_rates(self, rates: Rates) -> Plan:
-        # Graph files keep the rate that jobs ran with, from which NCCL's channels follow.
-        rate = self.plan.file_gbps or self.plan.best_known_gbps
-        return replace(super()._with_rates(rates), file_gbps=rate)
-
-
 def target_of(plan: Plan, directory: Path, graphs: Mapping[str, str] | None = None) -> Target:
     """Return a plan with the texts of its graph files by host; None makes them of the plan."""
     graphs = graph_texts(plan, directory) if graphs is None else graphs
-    kind = Target if plan.cluster.closes else ClusterTarget
-    return kind(plan=plan, directory=directory, graphs=graphs)
+    return Target(plan=plan, directory=directory, graphs=graphs)
 
 
 def read_target(plan: Plan, directory: Path) -> Target:
