@@ -107,13 +107,7 @@ def verify_plan(
     See `run`. Raises InputError: the plan is for another machine or other hosts, or torch is
     missing.
     """
-    plan = load_plan(directory)
-    check_files(directory)
-    # Jobs take minutes, and a result that is not kept installs nothing.
-    require(os.access(directory, os.W_OK), str(directory), "cannot be written", SPACE)
-    _check_default(launcher)
-    with launcher_of(plan, directory, launcher) as ready:
-        target = _target(plan, directory, launcher)
+    with _opened(directory, launcher) as (target, ready):
         return run(target, ready, budget, tune=tune, interrupted=interrupted)
 
 
@@ -122,29 +116,30 @@ def compare_means(
 ) -> MeansTable:
     """Time NCCL and other means on a plan's machine, and keep the table; see `measure_means`."""
     require(launcher.job is None, "`means`", "are compared on one host", "leave mpirun or srun out")
-    plan = load_plan(directory)
-    check_files(directory)
-    require(os.access(directory, os.W_OK), str(directory), "cannot be written", SPACE)
-    _check_default(launcher)
-    with launcher_of(plan, directory, launcher) as ready, interrupts_put_off(CTRL_C_AND_SIGTERM):
-        target = _target(plan, directory, launcher)
+    with _opened(directory, launcher) as (target, ready), interrupts_put_off(CTRL_C_AND_SIGTERM):
         table = measure_means(target, ready, seconds=seconds, sizes=sizes)
     return table.keep(directory, launcher.say)
 
 
-def _check_default(launcher: Launcher) -> None:
-    """Check that jobs can have default NCCL, with which others are compared."""
-    if launcher.backend == "cuda" and (why := why_no_default()):
-        right = f"`tccl uninstall {HOST_FILE}`, and install the plan again afterwards"
-        raise InputError("default NCCL", f"cannot run: {why}", right)
+@contextmanager
+def _opened(directory: Path, launcher: Launcher) -> Iterator[tuple[Target, Launcher]]:
+    """Yield the plan of a directory with a launcher on its hosts, and say what is left out.
 
-
-def _target(plan: Plan, directory: Path, launcher: Launcher) -> Target:
-    """Return a plan to compare with default NCCL, and say which choices are left out."""
-    target = read_target(plan, directory)
-    for name, why in target.left_out.items():
-        launcher.say(f"without {CHOICE_WORDS[name]}: {why}")
-    return target
+    Raises InputError: the directory cannot be written, jobs cannot have default NCCL, with which
+    others are compared, or as `launcher_of`.
+    """
+    plan = load_plan(directory)
+    check_files(directory)
+    # Jobs take minutes, and a result that is not kept installs nothing.
+    require(os.access(directory, os.W_OK), str(directory), "cannot be written", SPACE)
+    why = why_no_default() if launcher.backend == "cuda" else ""
+    right = f"`tccl uninstall {HOST_FILE}`, and install the plan again afterwards"
+    require(not why, "default NCCL", f"cannot run: {why}", right)
+    with launcher_of(plan, directory, launcher) as ready:
+        target = read_target(plan, directory)
+        for name, error in target.left_out.items():
+            launcher.say(f"without {CHOICE_WORDS[name]}: {error}")
+        yield target, ready
 
 
 @contextmanager
@@ -174,8 +169,11 @@ def run(
     Tuning a machine's plan ends with its table by message size.
     """
     if tune:
-        if launcher.backend == "host":
-            _check_dry_tuning(plan)
+        is_measured = not (plan.plan.simulated or plan.plan.dry_run)
+        of_gpus = is_measured or Verification.is_of_gpus(plan.directory)
+        what = f"is a dry run, and {plan.directory} is a plan with results of GPUs"
+        right = "leave `backend` out, or tune a simulated plan"
+        require(launcher.backend != "host" or not of_gpus, "`tune`", what, right)
         budget = replace(budget, seconds=min(budget.seconds, COMPARISON_SECONDS))
     by_size = tune and files_of(plan.plan).for_all_jobs
     # Between hosts the first comparison serves the sweep alone: the fewest rounds do.
@@ -253,48 +251,31 @@ def _compare(
     return plan, result
 
 
-def _check_dry_tuning(target: Target) -> None:
-    """Check that tuning in host memory, which rewrites a plan, replaces nothing of GPUs."""
-    is_measured = not (target.plan.simulated or target.plan.dry_run)
-    if is_measured or Verification.is_of_gpus(target.directory):
-        what = f"is a dry run, and {target.directory} is a plan with results of GPUs"
-        raise InputError("`tune`", what, "leave `backend` out, or tune a simulated plan")
-
-
 def _save(
     plan: Target, result: Verification, known: Communications | None, say: Say, *, alone: bool
 ) -> Verification:
     """Keep a verification, and what it says of a workload; return the answer.
 
-    It leaves the plan as it is if it stands `alone`. A dry run takes no place of jobs on GPUs.
+    Where jobs on GPUs say that the plan's choice may not be used, the plan gets the winner, and
+    what is `known` of workloads stays, unless it stands `alone`. A dry run takes no place of jobs
+    on GPUs.
     """
     if result.gives_way(plan.directory):
         return result.keep(plan.directory, say)
-    saved = result.keep(plan.directory, say) if alone else _keep(plan, result, known, say)
-    if saved.workload is not None:
-        keep_communication(saved.workload, plan.directory)
-    return saved
-
-
-def _keep(
-    plan: Target, result: Verification, known: Communications | None, say: Say
-) -> Verification:
-    """Keep a verification, and return the answer.
-
-    Where jobs on GPUs say that the plan's choice may not be used, the plan gets the winner, and
-    what is `known` of workloads stays.
-    """
-    winner = replace(result, recommended=result.winner, chosen=result.winner)
-    settled = plan.settle(winner)
-    same = settled.plan.recommended == plan.plan.recommended and not result.default_fails
-    if (result.accepted and not result.default_fails) or result.dry_run or same:
-        return result.keep(plan.directory, say)
-    winner = replace(winner, recommended=settled.plan.recommended)
-    settled.write()
-    say(f"the plan recommends {choice_words(winner.recommended, winner.judged.settings)} now")
-    if known is not None:
-        known.keep(plan.directory)
-    kept = winner.keep(plan.directory, say)
+    answer, fails = result, bool(result.default_fails)
+    if not (alone or result.dry_run) and (fails or not result.accepted):
+        winner = result.by_winner()
+        settled = plan.settle(winner)
+        recommended = settled.plan.recommended
+        if fails or recommended != plan.plan.recommended:
+            answer = replace(winner, recommended=recommended)
+            settled.write()
+            say(f"the plan recommends {choice_words(recommended, answer.judged.settings)} now")
+            if known is not None:
+                known.keep(plan.directory)
+    kept = answer.keep(plan.directory, say)
+    if kept.workload is not None:
+        keep_communication(kept.workload, plan.directory)
     # More than default NCCL is a yes, and less than the plan had a no.
     if plan.plan.recommended == "default":
         return kept

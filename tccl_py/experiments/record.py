@@ -124,6 +124,11 @@ class Tried(Choice, frozen=True, kw_only=True):
     failed: str = ""
     """Why its job failed."""
 
+    @property
+    def channels(self) -> tuple[int, int | None]:
+        """Return the numbers of channels that it sets."""
+        return self.settings.channels, self.settings.min_channels
+
 
 class Verification(Kept, frozen=True, kw_only=True):
     """Results of every arm of a plan."""
@@ -189,6 +194,10 @@ class Verification(Kept, frozen=True, kw_only=True):
     def arm(self, name: ChoiceName) -> ArmResult | None:
         """Return the result of a choice; None if it was not compared."""
         return next((arm for arm in self.arms if arm.name == name), None)
+
+    def by_winner(self) -> Verification:
+        """Return it with the winner as the plan's choice, and in question."""
+        return msgspec.structs.replace(self, recommended=self.winner, chosen=self.winner)
 
     @property
     def dry_run(self) -> bool:

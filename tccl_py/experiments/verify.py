@@ -293,36 +293,39 @@ def run_tuning(
     begun = time.monotonic() - first.seconds
     # 1. Try candidates, one job each.
     sweep = Sweep(plan, launcher, budget, first)
-    trials = _trials(plan, sweep, deadline=time.monotonic() + seconds)
-    tried = (sweep.baseline(), *trials)
+    sweep.try_stages(deadline=time.monotonic() + seconds)
+    trials, default = sweep.trials, sweep.baseline()
+    tried = (default, *trials)
     # 2. Compare the best of each choice in rounds; the second best where those are no better.
     careful = replace(budget, training=True)
-    judged, compared = _judged_by_winner(first), list[tuple[Target, Verification]]()
+    judged, compared = first.by_winner(), list[tuple[Target, Verification]]()
     for _ in range(ATTEMPTS):
-        fastest = ((name, _fastest(trials, name)) for name in plan.choices)
-        best_of = {name: trial for name, trial in fastest if trial is not None}
-        settings = {name: trial.settings for name, trial in best_of.items()}
+        best_of = {name: t for name in plan.choices if (t := _fastest(trials, name)) is not None}
+        settings = {name: best.settings for name, best in best_of.items()}
         changes = {name: best for name, best in settings.items() if best != plan.choices[name]}
         # Predictions cannot be compared with job throughput: use the jobs' for all choices.
         rates = {name: gbps for name, gbps in first.achieved.items() if name not in plan.choices}
-        trials_of = {"default": tried[0], **best_of}
+        trials_of = {"default": default, **best_of}
         rates |= {n: trial.achieved_gbps for n, trial in trials_of.items() if trial.achieved_gbps}
         changed = plan.retune(changes, rates) if changes else plan
         if changed.choices == plan.choices:
             break
-        again = _judged_by_winner(verify_target(changed, launcher, careful))
+        again = verify_target(changed, launcher, careful).by_winner()
         compared.append((changed, again))
         late = time.monotonic() - begun + again.seconds > WHOLE_SECONDS
         if late or _better(again, judged):
             break
         # The number of channels is what mostly harms small messages, or training.
-        harmful = {(name, *_channels(best_of[name])) for name in changes}
-        trials = [trial for trial in trials if (trial.name, *_channels(trial)) not in harmful]
+        harmful = {(name, *best_of[name].channels) for name in changes}
+        trials = [trial for trial in trials if (trial.name, *trial.channels) not in harmful]
     better = [each for each in compared if _better(each[1], judged)]
     rejected = [text for each in compared if each not in better for text in _rejections(each[1])]
     # 3. Offer settings that only large messages gain from; they are not recommended.
     if not better and judged.chosen == "default":
-        better = [each for each in compared if _faster_when_large(each[1])]
+        right = (each for each in compared if not any(arm.faults for arm in each[1].arms))
+        by_variables = ((each, each[1].arm("variables")) for each in right)
+        least = 1 + SMALLEST_EFFECT
+        better = [each for each, arm in by_variables if arm and arm.large.low > least]
     best_plan, best = (*better, (plan, judged))[0]
     # 4. Keep the plan where neither its settings nor its recommendation change.
     if best_plan is plan and best.chosen == first.recommended:
@@ -342,38 +345,6 @@ def _rejections(result: Verification) -> Iterator[str]:
         yield f"tuned, not used: {choice_words(arm.name, arm.settings)}: {lead}, but {why}"
 
 
-def _faster_when_large(result: Verification) -> bool:
-    """Return whether jobs of all arms were right, and variables clearly gain at large sizes."""
-    variables = result.arm("variables")
-    right = not any(arm.faults for arm in result.arms)
-    return right and variables is not None and variables.large.low > 1 + SMALLEST_EFFECT
-
-
-def _judged_by_winner(result: Verification) -> Verification:
-    return replace(result, recommended=result.winner, chosen=result.winner)
-
-
-def _trials(plan: Target, sweep: Sweep, *, deadline: float) -> list[Tried]:
-    """Try the plan's own settings, and the stages' until the deadline.
-
-    Each stage starts from the best settings of each choice so far.
-    """
-    trials = sweep.run(list(plan.choices.items()))
-    for steps in zip_longest(*(stages(plan, name) for name in plan.choices)):
-        tried = {(trial.name, trial.settings) for trial in trials}
-        candidates: dict[Candidate, None] = {}
-        for name, stage in zip(plan.choices, steps, strict=True):
-            best = _fastest(trials, name)
-            base = plan.choices[name] if best is None else best.settings
-            candidates |= {(name, settings): None for settings in (stage(base) if stage else ())}
-        waiting = [pair for pair in candidates if pair not in tried and plan.permits(*pair)]
-        while waiting and time.monotonic() < deadline:
-            count = sweep.at_once
-            trials += sweep.run(waiting[:count])
-            waiting = waiting[count:]
-    return trials
-
-
 def _fastest(trials: Sequence[Tried], name: ChoiceName) -> Tried | None:
     """Return the fastest candidate at large sizes that is not much slower than default NCCL.
 
@@ -389,15 +360,8 @@ def _fastest(trials: Sequence[Tried], name: ChoiceName) -> Tried | None:
 
 
 def _rank(trial: Tried, times: float = 1.0) -> tuple[bool, float]:
-    return _gains(trial), (trial.achieved_gbps or 0.0) * times
-
-
-def _gains(trial: Tried) -> bool:
-    return trial.gain > 1 + SMALLEST_EFFECT and trial.transfer_ratio >= LEAST_RATIO
-
-
-def _channels(trial: Tried) -> tuple[int, int | None]:
-    return trial.settings.channels, trial.settings.min_channels
+    gains = trial.gain > 1 + SMALLEST_EFFECT and trial.transfer_ratio >= LEAST_RATIO
+    return gains, (trial.achieved_gbps or 0.0) * times
 
 
 def _better(result: Verification, first: Verification) -> bool:
@@ -414,7 +378,7 @@ def _better(result: Verification, first: Verification) -> bool:
 
 
 class Sweep:
-    """Runs one job for each candidate, interleaved with a baseline job, and rates them.
+    """One job for each candidate, interleaved with a baseline job, and their rates.
 
     `first`, the verification of the plan, has the slowest baseline job at each size; trials have
     some sizes of `budget`.
@@ -423,6 +387,7 @@ class Sweep:
     def __init__(
         self, target: Target, launcher: Launcher, budget: RunBudget, first: Verification
     ) -> None:
+        self.trials: list[Tried] = []
         self._target, self._launcher = target, launcher
         slowest = {row.bytes: max(row.seconds) for row in first.arms[0].sizes}
         few = rows_of(budget.few_sizes, budget.collectives)
@@ -430,33 +395,31 @@ class Sweep:
         transfers = budget.transfers()
         largest = max((row.bytes for row in transfers), default=0)
         rows = (*few, *(row for row in transfers if row.bytes == largest))
-        self._jobs = Rounds(launcher, (), JobSpec(rows=rows))
+        self._rounds = Rounds(launcher, (), JobSpec(rows=rows))
         self._default: dict[Row, Timed] = {}
         self._default_gbps: list[float] = []
 
-    @property
-    def at_once(self) -> int:
-        """Return the number of concurrent candidates beside the baseline job."""
-        return max(1, self._jobs.at_once - 1)
+    def try_stages(self, *, deadline: float) -> None:
+        """Try the plan's own settings, and the stages' until the deadline.
 
-    def run(self, candidates: Sequence[Candidate]) -> list[Tried]:
-        """Run a job of each candidate. Raises MeasurementError: the baseline job failed."""
-        named = (f"{name} of {settings.buffsize >> 10} KiB" for name, settings in candidates)
-        self._launcher.watch(f"trying {', '.join(named)}")
-        with_default = self._jobs.at_once > 1 or not self._default
-        arms = [self._target.arms[0]] * with_default
-        for name, settings in candidates:
-            planned = settings == self._target.choices[name]
-            target = self._target if planned else self._target.retune({name: settings})
-            arms.append(target.arm(name))
-        outcomes = [outcome for _, outcome in self._jobs.run(arms)]
-        if with_default:
-            default = outcomes.pop(0)
-            if isinstance(default, MeasurementError):
-                raise default
-            self._default = timed_rows(self._launcher, [default])
-        self._default_gbps += [self._gbps(self._default)] * len(candidates)
-        return list(map(self._try, candidates, outcomes))
+        Each stage starts from the best settings of each choice so far. Raises MeasurementError: the
+        baseline job failed.
+        """
+        target = self._target
+        self._try(list(target.choices.items()))
+        for steps in zip_longest(*(stages(target, name) for name in target.choices)):
+            tried = {(trial.name, trial.settings) for trial in self.trials}
+            candidates: dict[Candidate, None] = {}
+            for name, stage in zip(target.choices, steps, strict=True):
+                best = _fastest(self.trials, name)
+                base = target.choices[name] if best is None else best.settings
+                found = stage(base) if stage else ()
+                candidates |= {(name, settings): None for settings in found}
+            waiting = [pair for pair in candidates if pair not in tried and target.permits(*pair)]
+            while waiting and time.monotonic() < deadline:
+                count = max(1, self._rounds.at_once - 1)
+                self._try(waiting[:count])
+                waiting = waiting[count:]
 
     def baseline(self) -> Tried:
         """Return default NCCL with the median rate of its jobs."""
@@ -464,7 +427,26 @@ class Sweep:
         rate = median(self._default_gbps)
         return Tried(name="default", settings=settings, achieved_gbps=rate, worst_ratio=1.0)
 
-    def _try(self, candidate: Candidate, outcome: Outcome | MeasurementError) -> Tried:
+    def _try(self, candidates: Sequence[Candidate]) -> None:
+        """Run a job of each candidate, with one of default NCCL if there is room."""
+        named = (f"{name} of {settings.buffsize >> 10} KiB" for name, settings in candidates)
+        self._launcher.watch(f"trying {', '.join(named)}")
+        with_default = self._rounds.at_once > 1 or not self._default
+        arms = [self._target.arms[0]] * with_default
+        for name, settings in candidates:
+            planned = settings == self._target.choices[name]
+            target = self._target if planned else self._target.retune({name: settings})
+            arms.append(target.arm(name))
+        outcomes = [outcome for _, outcome in self._rounds.run(arms)]
+        if with_default:
+            default = outcomes.pop(0)
+            if isinstance(default, MeasurementError):
+                raise default
+            self._default = timed_rows(self._launcher, [default])
+        self._default_gbps += [self._gbps(self._default)] * len(candidates)
+        self.trials += map(self._rate, candidates, outcomes)
+
+    def _rate(self, candidate: Candidate, outcome: Outcome | MeasurementError) -> Tried:
         """Return a candidate's rates over those of the baseline job beside it."""
         name, settings = candidate
         if isinstance(outcome, MeasurementError):
