@@ -10,17 +10,20 @@ from tccl_py.experiments.preflight import Preflight
 from tccl_py.explanation.paths import Paths
 from tccl_py.health import remeasuring
 from tccl_py.health.drift import (
+    Comparison,
     Drift,
     Effort,
     TooShortError,
     chosen_sets,
+    common_spread,
+    compare_sets,
     find_drift,
     gpus_of,
     join_drifts,
     link_class,
+    points_to,
     prometheus_text,
 )
-from tccl_py.health.drift_statistics import Comparison, common_spread, compare_sets, points_to
 from tccl_py.model.machine import Fingerprint, Knowledge
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import parse_flow, parse_set, transfer_set

@@ -13,8 +13,7 @@ from tccl_py.errors import InputError
 from tccl_py.experiments.jobs import Launcher
 from tccl_py.experiments.preflight import measure_plan_again
 from tccl_py.files import encode_json, encode_line
-from tccl_py.health.drift import Effort, TooShortError
-from tccl_py.health.drift_statistics import Comparison
+from tccl_py.health.drift import Comparison, Effort, TooShortError
 from tccl_py.model.machine import Fingerprint
 from tccl_py.model.measurement import JournalHeader
 from tccl_py.model.rings import direct_write

@@ -14,8 +14,7 @@ from tccl_py.delivery.plugin import PLUGIN_VARIABLE
 from tccl_py.experiments.comparison import Timed, single
 from tccl_py.experiments.preflight import Preflight
 from tccl_py.experiments.record import ArmResult
-from tccl_py.health.drift import Drift, prometheus_text
-from tccl_py.health.drift_statistics import Comparison
+from tccl_py.health.drift import Comparison, Drift, prometheus_text
 from tccl_py.model.transfer import parse_set
 from tccl_py.nccl.plugin import LIBRARY
 from tccl_py.nccl.plugin.index import INDEX_VARIABLE

@@ -40,8 +40,7 @@ from tccl_py.plan.load import load_plan
 from tccl_py.report.verification import facts_of, headline, trade_off_lines
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.statistics import sign_flip_p
-from tccl_py.workloads.bundled import BUNDLED
-from tccl_py.workloads.workload import Workload, WorkloadRow
+from tccl_py.workloads.workload import BUNDLED, Workload, WorkloadRow
 from tests.nccl_cases import torn
 from tests.planned import SMALL, as_only, plan_of, rebind, replace_plan
 from tests.verified import (

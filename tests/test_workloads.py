@@ -9,12 +9,13 @@ import pytest
 
 from tccl_py.errors import InputError
 from tccl_py.experiments.spec import Collective
-from tccl_py.workloads.bundled import BUNDLED, load_bundled
 from tccl_py.workloads.sources import open_workload
 from tccl_py.workloads.workload import (
+    BUNDLED,
     Workload,
     WorkloadCollective,
     WorkloadRow,
+    load_bundled,
     read_workload,
     write_workload,
 )

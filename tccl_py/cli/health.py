@@ -55,8 +55,7 @@ from tccl_py.health.comparison import (
     read_reports,
 )
 from tccl_py.health.doctor import Diagnosis, examine, this_host
-from tccl_py.health.drift import Drift, Effort, metric_labels, prometheus_text
-from tccl_py.health.drift_statistics import SMALLEST, Comparison
+from tccl_py.health.drift import SMALLEST, Comparison, Drift, Effort, metric_labels, prometheus_text
 from tccl_py.health.host import Defect, DriverState, HostState, files_of_this_host
 from tccl_py.health.nics import check_network
 from tccl_py.health.plugin import plugin_complaints

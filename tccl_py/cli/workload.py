@@ -18,7 +18,6 @@ from tccl_py.cli.options import arg, opt, refuse
 from tccl_py.cli.output import print_table, results
 from tccl_py.cli.process import check_result_file, notice, notice_each, print_json
 from tccl_py.errors import InputError, size_text, spell
-from tccl_py.workloads.bundled import BUNDLED
 from tccl_py.workloads.record import (
     is_one_rank,
     log_folder,
@@ -28,7 +27,7 @@ from tccl_py.workloads.record import (
     run_job,
 )
 from tccl_py.workloads.sources import open_workload
-from tccl_py.workloads.workload import MAX_NAME, Workload, write_workload
+from tccl_py.workloads.workload import BUNDLED, MAX_NAME, Workload, write_workload
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -19,9 +19,8 @@ from tccl_py.files import says
 from tccl_py.plan.chains import ChoiceName
 from tccl_py.plan.results import Kept
 from tccl_py.statistics import Interval
-from tccl_py.workloads.bundled import BUNDLED
 from tccl_py.workloads.sources import open_workload
-from tccl_py.workloads.workload import Workload
+from tccl_py.workloads.workload import BUNDLED, Workload
 
 MOST_ROWS = 40
 """Rows of a workload that are timed: those that take most of a step."""

@@ -29,9 +29,9 @@ from tccl_py.experiments.spec import (
     rows_of,
 )
 from tccl_py.files import pick
-from tccl_py.health.drift_statistics import chance, common_spread
+from tccl_py.health.drift import chances, common_spread
 from tccl_py.plan.chains import ChoiceName
-from tccl_py.statistics import Interval, holm, ratio_interval, sign_flip_p
+from tccl_py.statistics import Interval, ratio_interval, sign_flip_p
 from tccl_py.workloads.workload import Workload
 
 Verdict = Literal["better", "same", "worse"]
@@ -212,13 +212,10 @@ def over_earlier(
         [[-math.log(s) for s in of.seconds] for of in pair]
         for pair in zip(earlier, rows, strict=True)
     ]
-    spread = common_spread([before for before, _ in logs])
-    chances = holm([chance(before, after, spread) for before, after in logs])
+    p_values = chances(logs, common_spread([before for before, _ in logs]), families=families)
     return tuple(
-        msgspec.structs.replace(
-            row, compared=single(row.gbps / before.gbps, p=min(1.0, families * p))
-        )
-        for row, before, p in zip(rows, earlier, chances, strict=True)
+        msgspec.structs.replace(row, compared=single(row.gbps / before.gbps, p=p))
+        for row, before, p in zip(rows, earlier, p_values, strict=True)
     )
 
 

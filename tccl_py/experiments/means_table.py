@@ -41,7 +41,7 @@ from tccl_py.plan.chains import sender_nodes
 from tccl_py.plan.results import Kept, ProvenLinks
 from tccl_py.plan.text import plan_name
 from tccl_py.rank_processes.tasks import RanksError
-from tccl_py.workloads.bundled import BUNDLED, load_bundled
+from tccl_py.workloads.workload import BUNDLED, load_bundled
 
 ROUNDS, DEADLINE_S, AFTER_HANG_S = 3, 60.0, 3.0
 """Of a means: jobs, seconds of each, which mostly takes 5 to 20, and those after another's hang."""

@@ -28,7 +28,7 @@ from tccl_py.model.measurement import Backend
 from tccl_py.plan.chains import AS_GOOD, Choice, ChoiceName
 from tccl_py.plan.results import Kept
 from tccl_py.plan.text import CHOICE_WORDS
-from tccl_py.workloads.bundled import BUNDLED, load_bundled
+from tccl_py.workloads.workload import BUNDLED, load_bundled
 
 WINS: dict[ChoiceName, str] = {
     "default": "default NCCL wins",

@@ -10,10 +10,9 @@ from pathlib import Path
 from tccl_py.errors import InputError, require, spell
 from tccl_py.files import reading
 from tccl_py.workloads.assembly import workload_of
-from tccl_py.workloads.bundled import BUNDLED, load_bundled
 from tccl_py.workloads.nccl_log import read_nccl_logs
 from tccl_py.workloads.torch_trace import GZIP, read_torch_traces
-from tccl_py.workloads.workload import Workload, read_workload
+from tccl_py.workloads.workload import BUNDLED, Workload, load_bundled, read_workload
 
 MAX_FILES = 1 << 16
 _HEAD = 1 << 16
