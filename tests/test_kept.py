@@ -118,6 +118,10 @@ def test_variables_of_how_far_p2p_goes_are_kept_as_nccl_reads_them(given, read, 
         ({"NCCL_P2P_DISABLE": "yes"}, "NCCL_P2P_DISABLE", "'yes'"),
         ({"NCCL_P2P_LEVEL": "pix"}, "NCCL_P2P_LEVEL", "'pix'"),
         ({"NCCL_P2P_LEVEL": ""}, "NCCL_P2P_LEVEL", "''"),
+        # Prefixes and exclusions name other NICs on other hosts.
+        ({"NCCL_IB_HCA": "mlx5_1"}, "NCCL_IB_HCA", "'mlx5_1'"),
+        ({"NCCL_IB_HCA": "^mlx5_1"}, "NCCL_IB_HCA", "'^mlx5_1'"),
+        ({"NCCL_IB_HCA": "=mlx5_1;"}, "NCCL_IB_HCA", "'=mlx5_1;'"),
     ],
 )
 def test_what_says_nothing_of_p2p_is_refused_in_one_sentence(given, name, what):
@@ -148,6 +152,7 @@ def test_a_plan_of_before_there_were_kept_variables_loads(tmp_path):
         ({"NCCL_P2P_LEVEL": "far"}, "pinned_env NCCL_P2P_LEVEL: is 'far'"),
         ({"NCCL_P2P_LEVEL": "0"}, "pinned_env: has values"),
         ({"NCCL_P2P_LEVEL": "PIX"}, "is for jobs with NCCL_P2P_LEVEL=PIX"),
+        ({"NCCL_IB_HCA": "=a"}, "is for jobs with NCCL_IB_HCA"),
     ],
 )
 def test_a_plan_whose_settings_are_not_those_of_its_kept_variables_is_refused(kept, what, tmp_path):

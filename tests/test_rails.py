@@ -22,7 +22,7 @@ from tccl_py.nccl.graph_file import parse_graph_file
 from tccl_py.nccl.graph_search import DefaultChain, search_ring, search_tree
 from tccl_py.nccl.plugin import LIBRARY
 from tccl_py.nccl.settings import Settings, environment
-from tccl_py.nccl.view import view
+from tccl_py.nccl.view import usable_nics, view
 from tccl_py.plan.chains import Choice
 from tccl_py.plan.directory import write_new_plan
 from tccl_py.plan.host_files import ClusterFiles
@@ -339,6 +339,32 @@ def test_each_host_gets_the_names_of_its_own_nics(unlike, tmp_path):
     # 4. One script for all hosts cannot say it.
     with pytest.raises(InputError):
         script("module", plan, directory, given, equal_hosts=False)
+
+
+@pytest.mark.parametrize("names", ["=mlx5_0:1,mlx5_3:1", "=mlx5_0", "=mlx5_0:1,mlx5_1:1,mlx5_3:1"])
+def test_pinned_nics_are_those_of_every_choice(names, tmp_path):
+    pinned = {"NCCL_IB_HCA": names}
+    machines = {f"h{number}": UNLIKE[0].machine for number in range(3)}
+    hosts = cluster_of([HostReport(host=h, machine=m) for h, m in machines.items()])
+    plan = make_cluster_plan(hosts, [Simulator(UNLIKE[0])], pinned_env=pinned)
+    write_new_plan(plan, tmp_path / "plan")
+    assert load_plan(tmp_path / "plan") == plan
+    listed = usable_nics(plan.machine, plan.settings)
+    for choice in plan.choices.values():
+        assert choice.environment["NCCL_IB_HCA"] == names
+    ends = {end for path in plan.paths for c in path.chains for end in (c.entry_nic, c.exit_nic)}
+    assert ends <= {*listed} and len(listed) == len(names.split(","))
+    # A slow one that is pinned carries no ring of the graph file.
+    assert plan.rate_gbps == pytest.approx(50.0 * len(ends))
+    assert not any("NCCL_IB_HCA" in notice for notice in plan.notices)
+
+
+def test_pinned_nics_that_a_host_does_not_have_are_refused():
+    with pytest.raises(InputError) as refused:
+        make_cluster_plan(
+            unlike_hosts(), list(map(Simulator, UNLIKE)), pinned_env={"NCCL_IB_HCA": "=mlx5_9"}
+        )
+    assert "pinned" in refused.value.what
 
 
 def test_names_for_another_number_of_classes_are_refused(unlike):

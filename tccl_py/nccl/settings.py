@@ -318,6 +318,7 @@ def shell_text(variables: Mapping[str, str]) -> str:
 _RIGHT = {
     "NCCL_P2P_DISABLE": "1 would; leave it out otherwise",
     "NCCL_P2P_LEVEL": "a path type would, as SYS, PHB, PIX or LOC; leave it out otherwise",
+    "NCCL_IB_HCA": "exact names would, as =mlx5_0:1,mlx5_1:1",
 }
 PINNABLE = tuple(_RIGHT)
 
@@ -329,7 +330,7 @@ def check_pinnable(name: str, *, where: str) -> None:
 
 
 def pinned_values(variables: Mapping[str, str], *, where: str) -> dict[str, str]:
-    """Return the variables with the values that NCCL reads; each must set a P2P level.
+    """Return the variables with the values that NCCL reads; each must set a P2P level or NICs.
 
     >>> pinned_values({"NCCL_P2P_LEVEL": "1"}, where="`pin_env`")
     {'NCCL_P2P_LEVEL': 'PIX'}
@@ -337,9 +338,10 @@ def pinned_values(variables: Mapping[str, str], *, where: str) -> dict[str, str]
     values = {}
     for name, value in sorted(variables.items()):
         check_pinnable(name, where=where)
-        level, fault = pinned_level({name: value}), f"is {value[:20]!r}, which says nothing to NCCL"
-        require(level, f"{where} {name}", fault, _RIGHT[name])
-        values[name] = "1" if name == "NCCL_P2P_DISABLE" else str(level)
+        read, fault = settings_from_environment({name: value}), f"is {value[:20]!r}"
+        said = read.p2p_level or f"={','.join(read.ib_hca)}" * bool(read.ib_hca)
+        require(said, f"{where} {name}", f"{fault}, which pins nothing", _RIGHT[name])
+        values[name] = "1" if name == "NCCL_P2P_DISABLE" else str(said)
     return values
 
 
@@ -350,13 +352,15 @@ def pinned_level(variables: Mapping[str, str]) -> Level | None:
 
 def check_pinned_env(pinned: Mapping[str, str], under: Iterable[Settings], where: str) -> None:
     """Check a plan's pinned environment against the plan's settings."""
-    place, level = f"{where} pinned_env", pinned_level(pinned)
+    place, read = f"{where} pinned_env", settings_from_environment(pinned)
     is_read_so = pinned_values(pinned, where=place) == pinned
     require(is_read_so, place, "has values that no plan has", "plan it again")
     for settings in under if pinned else ():
-        fault = f"is for jobs with {shell_text(pinned)} and has p2p_level {settings.p2p_level}"
-        right = f"it is {level} there; plan it again"
-        require(settings.p2p_level == level, where, fault, right)
+        for field in ("p2p_level", "ib_hca"):
+            value, right = getattr(settings, field), getattr(read, field)
+            fits = value == right or (field == "ib_hca" and not right)
+            fault = f"is for jobs with {shell_text(pinned)} and has {field} {value}"
+            require(fits, where, fault, f"it is {right} there; plan it again")
 
 
 def pinned_env_text(pinned: Mapping[str, str]) -> str:

@@ -28,7 +28,7 @@ from tccl_py.nccl.network import (
     symmetry_keeping,
 )
 from tccl_py.nccl.settings import Settings
-from tccl_py.nccl.view import NcclView
+from tccl_py.nccl.view import NcclView, usable_nics
 from tccl_py.plan.chains import Choice, ChoiceName
 from tccl_py.plan.tables import ClassRates, KeptChains, KeptTable, Most, NicPairs
 from tccl_py.planning.choices import WORTH, rate_default, rate_own
@@ -79,7 +79,7 @@ class HostTask(Task, frozen=True, kw_only=True):
         """The settings of default NCCL; of hosts with cables it has no NIC without one."""
         plain, nics = super().default_settings, self.machine.nics
         names = tuple(nic.name for nic in nics if nic.index in self.nics and nic.has_name)
-        if not self.cabled or len(names) in (0, len(nics)):
+        if plain.ib_hca or not self.cabled or len(names) in (0, len(nics)):
             return plain
         rdma = all(nic.rdma for nic in nics)
         return msgspec.structs.replace(plain, **{"ib_hca" if rdma else "socket_ifname": names})
@@ -126,15 +126,16 @@ class HostTask(Task, frozen=True, kw_only=True):
         )
 
 
-def used_nics(machine: Machine) -> tuple[int, ...]:
+def used_nics(machine: Machine, pinned: Settings | None = None) -> tuple[int, ...]:
     """Return the NICs of rings: of the kind NCCL takes, not much slower than the fastest.
 
-    Raises InputError: there is none.
+    `pinned` settings may name some. Raises InputError: there is none.
     """
     rdma = tuple(nic for nic in machine.nics if nic.rdma)
-    nics: Sequence[Nic] = rdma or machine.nics
+    usable = usable_nics(machine, pinned or Settings())
+    nics: Sequence[Nic] = [nic for nic in rdma or machine.nics if nic.index in usable]
     if not nics:
-        fault = "has no NIC"
+        fault = "has no NIC" if pinned is None or not pinned.ib_hca else "has no NIC that is pinned"
         raise InputError(f"machine {machine.name}", fault, "a node of several needs one that is up")
     fastest = max(nic.speed_mbps for nic in nics)
     return tuple(nic.index for nic in nics if nic.speed_mbps >= SLOW_NIC * fastest)

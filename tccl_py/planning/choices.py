@@ -159,7 +159,9 @@ def mechanisms(task: Task) -> tuple[Settings, ...]:
     # NCCL's copies by copy engine go through its proxy threads, slot by slot. Neither a model nor
     # plain copies on hardware predict that: only running NCCL itself could choose them.
     return tuple(
-        kind for kind in kinds if not kind.p2p_copy_engine and kind.shm_copy_engine is None
+        msgspec.structs.replace(kind, ib_hca=task.ib_hca)
+        for kind in kinds
+        if not kind.p2p_copy_engine and kind.shm_copy_engine is None
     )
 
 

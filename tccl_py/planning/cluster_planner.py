@@ -19,7 +19,7 @@ from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.reports import part_of
 from tccl_py.model.symmetry import automorphisms, images_of_gpus
 from tccl_py.nccl.network import Pairing, symmetry_keeping
-from tccl_py.nccl.settings import Settings, check_settings
+from tccl_py.nccl.settings import Settings, check_settings, settings_from_environment
 from tccl_py.nccl.transport import blocks_of_ring
 from tccl_py.nccl.versions import ASSUMED
 from tccl_py.nccl.view import view
@@ -66,7 +66,8 @@ class SeveralHosts:
             keep_order = request.keep_order
             cabled_ring(cluster.names, cluster.cables, 1, lambda *_: 1, keep_order=keep_order)
         # A ring on each NIC, among others.
-        nics = [_nics(cluster, node_class) for node_class in cluster.classes]
+        pinned = settings_from_environment(request.pinned_env)
+        nics = [_nics(cluster, node_class, pinned) for node_class in cluster.classes]
         counts = {1, 2, FEW_RINGS} | {min(len(used), MAX_RINGS) for used in nics}
         more: dict[str, Any] = {
             "ring_counts": request.ring_counts or tuple(sorted(counts)),
@@ -264,9 +265,9 @@ class SeveralHosts:
         return answer_sets([*new, *others], search_class)
 
 
-def _nics(cluster: Cluster, node_class: NodeClass) -> tuple[int, ...]:
+def _nics(cluster: Cluster, node_class: NodeClass, pinned: Settings) -> tuple[int, ...]:
     """Return the NICs of rings: with cables, those that have one."""
-    used, of = used_nics(node_class.machine), cluster.host_classes
+    used, of = used_nics(node_class.machine, pinned), cluster.host_classes
     if not cluster.cables:
         return used
     ends = cabled_nics(cluster.cables)

@@ -26,7 +26,7 @@ from tccl_py.nccl.connections import (
 )
 from tccl_py.nccl.graph_search import DefaultChain, DefaultRings, default_rings
 from tccl_py.nccl.network import EvenUse, NicPair
-from tccl_py.nccl.settings import Settings
+from tccl_py.nccl.settings import Settings, settings_from_environment
 from tccl_py.nccl.view import usable_nics, view
 from tccl_py.plan.chains import AS_GOOD as WORTH
 from tccl_py.plan.chains import (
@@ -66,7 +66,8 @@ def plan_over(cluster: Cluster, nodes: Sequence[ClassRates], request: PlanReques
     """
     best, cancelled = best_rings(cluster, nodes, keep_order=request.keep_order)
     settings = _with_nics(cluster, best, nodes, request)
-    class_nics = _class_nics(nodes, settings)
+    pinned = "NCCL_IB_HCA" in request.pinned_env
+    class_nics = () if pinned else _class_nics(nodes, settings)
     default, variables = _own_choices(cluster, nodes)
     if cluster.cables:
         default, variables = choices_along_cables(default, variables, cluster, nodes, settings)
@@ -464,7 +465,8 @@ def _with_nics(
     nics = [n for node in nodes for n in node.node_class.machine.nics if n.index in node.nics]
     rdma, named = all(nic.rdma for nic in nics), all(nic.has_name for nic in nics)
     names = chain.from_iterable(_own_names(node, rdma=rdma) for node in nodes if named)
-    listed = tuple(dict.fromkeys(names))
+    pinned = settings_from_environment(request.pinned_env).ib_hca
+    listed = pinned or tuple(dict.fromkeys(names))
     chains, settings = chain.from_iterable(joined.hosts.values()), joined.settings
     return msgspec.structs.replace(
         settings,

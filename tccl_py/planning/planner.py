@@ -326,7 +326,7 @@ def make_plan(
             and variables take half at most. A quarter is left for the bound, an eighth for the rest
             and smaller sets of GPUs.
         reporter: watches; KeyboardInterrupt ends the search with the best so far.
-        pinned_env: NCCL_P2P_DISABLE or NCCL_P2P_LEVEL with the value that all jobs have, with the
+        pinned_env: NCCL_P2P_DISABLE, NCCL_P2P_LEVEL or NCCL_IB_HCA as all jobs have it, with the
             plan or without; no settings go beyond it, default NCCL's included.
         own_rings: returns NCCL's own rings under each of several settings; None computes them by
             its rules.
@@ -409,7 +409,7 @@ def make_cluster_plan(
         keep_order: leave the hosts in the given order.
         ib_gid_index: the address of RoCE ports for NCCL; None is NCCL's own choice.
         reporter: watches; KeyboardInterrupt ends the search with the best so far.
-        pinned_env: NCCL_P2P_DISABLE or NCCL_P2P_LEVEL with the value that all jobs have, with the
+        pinned_env: NCCL_P2P_DISABLE, NCCL_P2P_LEVEL or NCCL_IB_HCA as all jobs have it, with the
             plan or without.
         gpus_per_job: sets of GPUs that `tables` are for, beside all, as `job_gpus` reads them.
         tables: a list that takes the tables of every class; None makes none. The other sets of GPUs

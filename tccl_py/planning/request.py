@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import msgspec
 
 from tccl_py.errors import InputError, check_type, require, spell
-from tccl_py.files import check_value
+from tccl_py.files import check_value, pick
 from tccl_py.model.cluster import Cluster, NodeClass, parse_gpus
 from tccl_py.model.links import LinkFact
 from tccl_py.model.machine import Knowledge, Machine
@@ -28,6 +28,7 @@ from tccl_py.nccl.settings import (
     check_settings,
     pinned_level,
     pinned_values,
+    settings_from_environment,
     shell_text,
 )
 from tccl_py.nccl.system import PathType
@@ -155,6 +156,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     """The NICs of chains over several hosts."""
     p2p_level: Level | None = None
     """The level that is pinned for all jobs."""
+    ib_hca: tuple[str, ...] = ()
+    """The NICs that are pinned for all jobs, by their names in NCCL_IB_HCA."""
     own_rings: OwnRings | None = None
     """Returns NCCL's own rings under each of several settings; None computes them by its rules."""
     placement: bool = False
@@ -166,8 +169,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def default_settings(self) -> Settings:
-        """The settings of default NCCL: its defaults, and the pinned level."""
-        return Settings(version=self.version, p2p_level=self.p2p_level)
+        """The settings of default NCCL: its defaults, and what is pinned."""
+        return Settings(version=self.version, p2p_level=self.p2p_level, ib_hca=self.ib_hca)
 
     def over(self: T, gpus: tuple[int, ...]) -> T:
         """Return the task of searching some of the GPUs, of which no NCCL is asked."""
@@ -286,7 +289,7 @@ def task_for(
         strategy=request.strategy,
         budget=msgspec.structs.replace(request.budget, sets=sets),
         reporter=request.reporter,
-        p2p_level=pinned_level(request.pinned_env),
+        **pick(settings_from_environment(request.pinned_env), "p2p_level", "ib_hca"),
         **more,
     )
     if task.p2p_level is not None and (facts := task.find_unsound(task.default_settings)):
