@@ -38,6 +38,8 @@ def main():
     if word == "die":
         os.abort()
     if word == "answer":
+        log = Path(os.environ["NCCL_DEBUG_FILE"].replace("%p", str(rank)))
+        log.write_text(f"{rank}: {os.environ['NCCL_TEST_RANKS']}")
         answer = JobResult(
             rank=rank, torch="none", times=tuple(batches(row, (1.0,)) for row in order.rows)
         )

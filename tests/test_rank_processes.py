@@ -214,11 +214,6 @@ def test_a_missing_answer_and_one_that_is_none_are_told(run, tmp_path):
         decode_results(RankOutput(results=('"x"',), log=""), (5,), int)
 
 
-def test_a_killed_rank_is_told_by_its_signal(run, tmp_path):
-    with pytest.raises(RanksError, match=r"^rank 1: .* signal 6"):
-        run(tmp_path, "import os, sys\nif sys.argv[2] == '1': os.abort()", (0, 1))
-
-
 def test_ranks_begin_as_programs_of_their_own_with_their_environment_alone(run, tmp_path):
     text = ANSWERING + (
         "import json, decimal\n"

@@ -3,7 +3,6 @@
 What needs torch runs over gloo, and is skipped by name where torch is not installed.
 """
 
-import os
 import signal
 import subprocess
 import sys
@@ -16,10 +15,8 @@ from typing import get_args
 import msgspec
 import pytest
 
-from tccl_py.errors import MeasurementError
 from tccl_py.experiments.calls import Tensors, time_threads, transfers
 from tccl_py.experiments.comparison import RunBudget
-from tccl_py.experiments.jobs import Arm, HostRanks, Launcher, LocalRunner, rank_environment
 from tccl_py.experiments.spec import (
     BATCHES,
     COLLECTIVES,
@@ -32,25 +29,17 @@ from tccl_py.experiments.spec import (
     rows_of,
     training_rows,
 )
-from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.tuner import COLLECTIVES as TUNED
 from tccl_py.rank_processes.forkserver import ForkServer
 from tccl_py.rank_processes.rank import Communicator
 from tccl_py.workloads.workload import Workload, WorkloadDtype, WorkloadRow
-from tests.processes import alive
+from tests import test_job_runners as runners
 from tests.skips import mark_needs
+from tests.test_job_runners import all_ended, environment
 
 REPOSITORY = Path(__file__).parent.parent
 needs_torch = mark_needs("torch")
 PROGRAM = "tests.rank_programs"
-
-
-def environment(**variables):
-    found = rank_environment(dict(os.environ), gpus=None, variables=variables)
-    # It names each test anew, and a fork server is one environment's: it would import torch again.
-    found.pop("PYTEST_CURRENT_TEST", None)
-    paths = [str(REPOSITORY), str(REPOSITORY / "profiler"), found.get("PYTHONPATH", "")]
-    return {**found, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 @pytest.fixture(scope="module")
@@ -89,52 +78,7 @@ def run_job(spec, world, variables=None, **more):
 
 def run_jobs(spec, world, variables, *, server=None, **more):
     """Run concurrent jobs of this specification over gloo, each with its variables."""
-    ranks = tuple(range(world))
-    host = HostRanks(ranks=ranks, gpus=ranks, environment=environment())
-    launcher = Launcher(backend="host", hosts=(host,), runner=LocalRunner(server), **more)
-    arms = [
-        Arm(name="default", variables=own, settings=Settings(), graphs={"": "<graphs/>"})
-        for own in variables
-    ]
-    return launcher.run(arms, spec)
-
-
-def ended(folder):
-    """Whether all processes whose numbers lie in a folder are gone, at once or soon."""
-    for _ in range(1200):
-        if not any(alive(int(path.read_text())) for path in folder.glob("pid-*")):
-            return True
-        time.sleep(0.05)
-    return False
-
-
-def test_answers_come_back_in_the_order_of_ranks(server, tmp_path):
-    found = job("answer answer answer", tmp_path, server, rows=rows_of((4, 8)))
-    assert [one.rank for one in found.results] == [0, 1, 2]
-    assert all(len(one.times) == 2 for one in found.results)
-
-
-def test_a_failing_rank_is_named_with_its_cause_and_the_others_end(server, tmp_path):
-    with pytest.raises(MeasurementError, match=r"^rank 1: .*dev 2 not found$"):
-        job("victim fail", tmp_path, server)
-    assert ended(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence", "timeout"),
-    [
-        ("answer nothing", "^rank 1: ended without a result", 60.0),
-        ("answer die", "^rank 1: .* signal 6", 60.0),
-        # On a busy machine the other may not have answered by then.
-        ("answer hang", r"^rank (0, )?1: .* 1 s", 1.0),
-    ],
-)
-def test_silent_dying_and_hanging_ranks_are_named_and_gone(
-    server, words, sentence, timeout, tmp_path
-):
-    with pytest.raises(MeasurementError, match=sentence):
-        job(words, tmp_path, server, timeout=timeout)
-    assert ended(tmp_path)
+    return runners.run_jobs(runners.on_this_host(world, server, **more), spec, *variables)
 
 
 def test_after_ctrl_c_no_rank_is_left(tmp_path):
@@ -151,7 +95,7 @@ def test_after_ctrl_c_no_rank_is_left(tmp_path):
         time.sleep(0.05)
     started.send_signal(signal.SIGINT)
     assert started.wait(60) != 0
-    assert ended(tmp_path)
+    assert all_ended(tmp_path)
 
 
 @needs_torch
@@ -225,20 +169,6 @@ def test_a_gpt_split_over_ranks_learns_what_the_whole_one_does_with_the_same_dat
     assert len({answer["ddp-eager"][1] for answer in split}) == 1
     # Communicators over fewer ranks would fail.
     assert list(under_graph_file[0]) == ["ddp-eager", "tp4-eager"]
-
-
-def test_where_one_of_several_jobs_fails_all_are_ended(server, tmp_path):
-    words = ["hang hang", "answer fail"]
-    folders = [tmp_path / str(number) for number in range(2)]
-    for folder in folders:
-        folder.mkdir()
-    told = [
-        {"NCCL_TEST_RANKS": one, "NCCL_TEST_PIDS": str(folder)}
-        for one, folder in zip(words, folders, strict=True)
-    ]
-    with pytest.raises(MeasurementError, match=r"^rank 1: .*dev 2 not found$"):
-        run_jobs(JobSpec(), 2, told, server=server, timeout=60.0, program=PROGRAM)
-    assert all(map(ended, folders))
 
 
 @needs_torch
