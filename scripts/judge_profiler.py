@@ -208,31 +208,22 @@ def compared(discovered, source, path, *, quick):
     return result
 
 
-def nccl_rates(machine, settings, *, kinds=("all_reduce",)):
+def nccl_rates(machine, settings):
     """Run one set of processes, with PASSES communicators for each choice of settings, in turn.
 
-    Every choice but default NCCL's has a graph file; the collectives cycle through `kinds`. Returns
-    for each choice whether all values were right, the median of the bus bandwidths and all of them,
-    GB/s, and NCCL's log.
+    Every choice but default NCCL's has a graph file. Returns for each choice whether all values
+    were right, the median of the bus bandwidths and all of them, GB/s, and NCCL's log.
     """
     gpus = machine.gpu_indices
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        jobs = []
-        for number, (choice, kind) in enumerate(
-            zip(settings, itertools.cycle(kinds), strict=False)
-        ):
-            jobs.append(kind)
-            if choice != DEFAULT:
-                graph = folder / f"graph-{number}.xml"
-                orders = [gpus] * choice.channels
-                rate, way = (NVLINKS_GBPS, "NVL") if choice.p2p_level is None else (30.0, "PHB")
-                graph.write_text(
-                    graph_text(
-                        orders, choice, rate_gbps=rate, type_intra=way, provenance="not measured"
-                    )
-                )
-                jobs[-1] += f":{graph}"
+        graphs = [folder / f"graph-{n}.xml" if c != DEFAULT else "" for n, c in enumerate(settings)]
+        for choice, graph in zip(settings, graphs, strict=True):
+            orders = [gpus] * choice.channels
+            rate, way = (NVLINKS_GBPS, "NVL") if choice.p2p_level is None else (30.0, "PHB")
+            words = {"rate_gbps": rate, "type_intra": way, "provenance": "not measured"}
+            if graph:
+                graph.write_text(graph_text(orders, choice, **words))
         surroundings = {
             **os.environ,
             **environment(settings[0]),
@@ -240,7 +231,7 @@ def nccl_rates(machine, settings, *, kinds=("all_reduce",)):
             "NCCL_DEBUG_SUBSYS": "INIT,GRAPH,P2P,SHM,NET",
             "NCCL_DEBUG_FILE": str(folder / "log.%p"),
         }
-        given = (len(gpus), folder / "ranks", ALL_REDUCE_BYTES, 8, *jobs * PASSES)
+        given = (len(gpus), folder / "ranks", ALL_REDUCE_BYTES, 8, *graphs * PASSES)
         words = [str(word) for word in given]
         ranks = [
             subprocess.Popen(
@@ -265,8 +256,8 @@ def nccl_rates(machine, settings, *, kinds=("all_reduce",)):
         )
     communicators = list(zip(*answers, strict=True))
     rates = []
-    for number in range(len(jobs)):
-        passes = communicators[number :: len(jobs)]
+    for number in range(len(graphs)):
+        passes = communicators[number :: len(graphs)]
         slowest = [min(answer["busbw_gbps"] for answer in ranked) for ranked in passes]
         right = all(answer["right"] for ranked in passes for answer in ranked)
         rates.append(

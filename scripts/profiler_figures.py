@@ -18,8 +18,7 @@ from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import parse_set
 from tccl_py.sources.journal import read_journal
 
-RECORDED = Path(__file__).resolve().parents[1] / "tests" / "cases" / "profiler" / "h200x4-vm"
-MEASURED = Path(__file__).resolve().parents[1] / "tests" / "cases" / "measured"
+RECORDED = Path(__file__).resolve().parents[1] / "tests" / "cases" / "profiler" / "h200x2-vm"
 MIB = 1 << 20
 
 
@@ -53,8 +52,8 @@ class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
     direct_new_pool: float | None
     bounce_same_pool: float
     bounce_new_pool: float | None
-    copies: tuple[tuple[str, tuple[float, ...], tuple[float, ...], tuple[float, ...]], ...]
-    sweep: tuple[Prediction, ...]
+    copies: tuple[tuple[str, tuple[float, ...], tuple[float, ...]], ...]
+    """Transfers by copy engines: rates by the profiler, and by plain loops."""
     facts: dict[str, object]
 
 
@@ -77,8 +76,6 @@ def figures(folder: Path) -> RunFigures:
     bounces = [row for row in predictions if not row.direct]
     rings = {row["set"] for row in nccl["rows"] if not row["direct"]}
     measured = [row for journal in journals for key in rings for row in journal.get(key, ())]
-    recorded = recorded_copies()
-    earlier = optional(folder / "sweep-medians.json").get("copies", {})
     return RunFigures(
         predictions=predictions,
         rank_correlation=float(
@@ -96,42 +93,9 @@ def figures(folder: Path) -> RunFigures:
         direct_new_pool=new_pool(journals, is_direct),
         bounce_same_pool=same_pool(journals, is_bounce),
         bounce_new_pool=new_pool(journals, is_bounce),
-        copies=tuple(
-            (
-                text,
-                rates_of(journals, text) or tuple(earlier.get(text, ())),
-                tuple(plain[text]),
-                recorded.get(text, ()),
-            )
-            for text in plain
-        ),
-        sweep=swept(folder / "sweep-medians.json"),
-        facts=optional(folder / "facts-1.json"),
+        copies=tuple((text, rates_of(journals, text), tuple(plain[text])) for text in plain),
+        facts=json.loads((folder / "facts-1.json").read_text()),
     )
-
-
-def optional(path: Path) -> dict[str, object]:
-    """Read a JSON file; return None without the file."""
-    return json.loads(path.read_text()) if path.exists() else {}
-
-
-def swept(path: Path) -> tuple[Prediction, ...]:
-    """Compare medians of an earlier sweep with NCCL's recorded rates of another run."""
-    recorded = json.loads((MEASURED / "h200x4-vm-bounce-sweep.json").read_text())
-    rates = {row["settings"]: row["busbw"][0] for row in recorded["nccl_all_hops_bounced"]["rows"]}
-    predictions = []
-    for row in optional(path).get("rows", []):
-        channels = f"{row['channels']} ring channel{'s' if row['channels'] > 1 else ''}"
-        predictions.append(
-            Prediction(
-                channels=row["channels"],
-                fifo_bytes=row["fifo_bytes"],
-                direct=False,
-                predicted_gbps=row["predicted_gbps"],
-                achieved_gbps=rates[f"{channels}, BUFFSIZE {size(row['fifo_bytes'])}"],
-            )
-        )
-    return tuple(predictions)
 
 
 def predicted(journal: Journal, row: dict[str, object]) -> Prediction:
@@ -212,12 +176,6 @@ def rates_of(journals: Sequence[Journal], text: str) -> tuple[float, ...]:
     return tuple(float(by_flow[part]) for part in text.split())
 
 
-def recorded_copies() -> dict[str, tuple[float, ...]]:
-    """Read rates measured by hand on an equal machine, before the profiler."""
-    sets = json.loads((MEASURED / "h200x4-vm.json").read_text())["sets"]
-    return {" ".join(row["set"]): tuple(row["each_gbps"]) for row in sets}
-
-
 def report(run: RunFigures) -> str:
     """Return the results as text."""
     lines = ["predicted / NCCL's bus bandwidth, GB/s", ""]
@@ -245,16 +203,10 @@ def report(run: RunFigures) -> str:
         f"in a new pool (worst of all sets): direct {share(run.direct_new_pool)}, bounce "
         f"{share(run.bounce_new_pool)}",
         "",
-        "bounce ring, medians of an earlier run / NCCL's rates in yet another",
-        *table(run.sweep),
-        "",
-        "| copy engines | profiler (or its earlier run) | plain cupy loops | by hand |",
-        "|---|---|---|---|",
+        "| copy engines | profiler | plain cupy loops |",
+        "|---|---|---|",
     ]
-    lines += [
-        f"| {text} | {rates(ours)} | {rates(plain)} | {rates(before)} |"
-        for text, ours, plain, before in run.copies
-    ]
+    lines += [f"| {text} | {rates(ours)} | {rates(plain)} |" for text, ours, plain in run.copies]
     lines += ["", *(f"{name}: {value}" for name, value in run.facts.items())]
     return "\n".join(lines)
 

@@ -161,22 +161,7 @@ def test_a_page_says_all_that_the_help_does(monkeypatch):
                 assert all(f"`{option}`" in text for option in param.opts)
 
 
-def test_the_checker_of_links_finds_what_is_dead(monkeypatch, tmp_path):
-    check = script("check_links", monkeypatch)
-    (tmp_path / "a.html").write_text(
-        '<h1 id="top"></h1><a href="b.html#there"></a><a href="b.html#gone"></a><a href="c.html">'
-        '</a><a href="https://example.org/"></a><script src="https://example.org/x.js"></script>'
-    )
-    (tmp_path / "b.html").write_text('<p id="there"><a href="a.html#top"></a><a href="#there"></a>')
-    assert list(check.faults(tmp_path)) == [
-        "a.html: b.html#gone: has no such anchor",
-        "a.html: c.html: does not exist",
-        "a.html: loads https://example.org/x.js, which needs a network",
-    ]
-    assert check.links_elsewhere(tmp_path) == ["https://example.org/"]
-
-
-def test_the_site_builds_without_a_warning_and_no_link_in_it_is_dead(tmp_path, monkeypatch):
+def test_the_site_builds_without_a_dead_link_and_loads_nothing_from_elsewhere(tmp_path):
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(tmp_path)]
     result = subprocess.run(
         build,
@@ -188,8 +173,10 @@ def test_the_site_builds_without_a_warning_and_no_link_in_it_is_dead(tmp_path, m
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    check = script("check_links", monkeypatch)
-    assert list(check.faults(tmp_path)) == []
+    for page in tmp_path.rglob("*.html"):
+        assert not re.findall(
+            r'<(?:link|script|img)[^>]* (?:src|href)="https?:[^"]*"', page.read_text()
+        )
     for name in COMMANDS:
         assert (tmp_path / "commands" / f"{name}.html").exists()
 
