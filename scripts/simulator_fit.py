@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
-import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -82,8 +80,6 @@ def _of_file(path: Path) -> Iterator[Observation]:
         data = json.loads(read_text(path))
         machine = str(data["machine"])
         yield from _sets(machine, data.get("sets", []))
-        yield from _ring_kernels(machine, data)
-        yield from _matrix(machine, data.get("bidirectional_matrix_gbps", []))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         fault = f"is no file of measured sets ({error})"
         raise InputError(str(path), fault, "it has a machine and sets") from error
@@ -91,16 +87,13 @@ def _of_file(path: Path) -> Iterator[Observation]:
 
 def _sets(machine: str, rows: list[dict[str, Any]]) -> Iterator[Observation]:
     for row in rows:
-        if "each_gbps" not in row:
-            yield Observation(
-                machine=machine,
-                kind="set",
-                transfers=parse_set(" ".join(row["set"])),
-                total_gbps=float(row["total_gbps"]),
-            )
+        kind = row.get("kind", "set")
+        if "each_gbps" in row:
+            flows = [parse_flow(text) for text in row["set"]]
+            yield observed(machine, kind, list(zip(flows, row["each_gbps"], strict=True)))
             continue
-        flows = [parse_flow(text) for text in row["set"]]
-        yield observed(machine, "set", list(zip(flows, row["each_gbps"], strict=True)))
+        transfers, total = parse_set(" ".join(row["set"])), float(row["total_gbps"])
+        yield Observation(machine=machine, kind=kind, transfers=transfers, total_gbps=total)
 
 
 def observed(machine: str, kind: str, pairs: list[tuple[Flow, float]]) -> Observation:
@@ -112,81 +105,6 @@ def observed(machine: str, kind: str, pairs: list[tuple[Flow, float]]) -> Observ
         transfers=transfer_set(flow for flow, _ in ordered),
         gbps=tuple(float(rate) for _, rate in ordered),
     )
-
-
-_RING_CHANNELS = re.compile(r"(\d+)(?: equal)? ring channels?")
-_MIN_CHANNELS = re.compile(r"MIN_NCHANNELS (\d+)")
-_SIZE = re.compile(r"BUFFSIZE (\d+) ([KM])iB")
-_DEFAULT_BOUNCED_CHANNELS = 4
-_DEFAULT_NVLINK_CHANNELS = 24
-"""Final channels of default NCCL on that machine: 4 x 4 MiB bounced, 24 over NVLink."""
-
-
-def _ring_kernels(machine: str, data: dict[str, Any]) -> Iterator[Observation]:
-    """Yield all-reduce bus bandwidths at the largest size, as the rate of every hop of the ring."""
-    gpus = int(data.get("hardware", {}).get("gpus", 0)) if "nccl_nvlink" in data else 0
-    for row in data.get("nccl_all_hops_bounced", {}).get("rows", []):
-        options = _bounce_options(row["settings"])
-        if options is not None:
-            executor, braces = options
-            texts = [
-                f"G{a}->{executor}{a}->C0->{executor}{b}->G{b}{braces}" for a, b in _ring(gpus)
-            ]
-            yield _ring_row(machine, texts, row)
-    for row in data.get("nccl_nvlink", {}).get("rows", []):
-        match = _RING_CHANNELS.search(row["settings"])
-        if match or row["settings"].startswith("stock"):
-            blocks = 2 * int(match[1]) if match else _DEFAULT_NVLINK_CHANNELS
-            texts = [f"G{a}->G{a}->G{b}{{blocks={blocks}}}" for a, b in _ring(gpus)]
-            yield _ring_row(machine, texts, row)
-    reads = data.get("nccl_2_28_9_all_reduce_busbw_gbps", {}).get("NCCL_P2P_READ_ENABLE=1")
-    if reads:
-        texts = [f"G{a}->G{b}->G{b}{{blocks={_DEFAULT_NVLINK_CHANNELS}}}" for a, b in _ring(gpus)]
-        yield _ring_row(machine, texts, {"busbw": list(reads.values())})
-
-
-def _ring(gpus: int) -> list[tuple[int, int]]:
-    return [(index, (index + 1) % gpus) for index in range(gpus)]
-
-
-def _ring_row(machine: str, texts: list[str], row: dict[str, Any]) -> Observation:
-    rate = float([value for value in row["busbw"] if value is not None][-1])
-    return observed(machine, "nccl", [(parse_flow(text), rate) for text in texts])
-
-
-def _bounce_options(settings: str) -> tuple[str, str] | None:
-    """Return executor and flow options of NCCL settings; None if the settings leave them open."""
-    size = _SIZE.search(settings)
-    if settings.startswith("copy engine") and size:
-        return "D", f"{{fifo={size[1]}{size[2]}}}"
-    if settings.startswith("stock"):
-        return "G", f"{{blocks={_DEFAULT_BOUNCED_CHANNELS}}}"
-    channels = _MIN_CHANNELS.search(settings)
-    rings = _RING_CHANNELS.search(settings)
-    if not (size and rings):
-        return None
-    blocks = int(channels[1]) if channels else 2 * int(rings[1])
-    return "G", f"{{blocks={blocks},fifo={size[1]}{size[2]}}}"
-
-
-_NVLINKED_GBPS = 50.0
-"""Least rate of pairs over NVLink, both directions; staging by the driver gets 8 GB/s."""
-
-
-def _matrix(machine: str, rows: list[list[float]]) -> Iterator[Observation]:
-    """Yield pairs of GPUs in both directions; the first half of the GPUs is on NUMA node 0."""
-    for a, b in itertools.combinations(range(len(rows)), 2):
-        total = (rows[a][b] + rows[b][a]) / 2
-        texts = []
-        for source, target in ((a, b), (b, a)):
-            host = f"->C{2 * source // len(rows)}->D{target}" if total < _NVLINKED_GBPS else ""
-            texts.append(f"G{source}->D{source}{host}->G{target}")
-        yield Observation(
-            machine=machine,
-            kind="matrix",
-            transfers=parse_set(" ".join(texts)),
-            total_gbps=total,
-        )
 
 
 # All-reduces that owners of machines published.
