@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import resource
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+Text = TypeVar("Text", bound=str)
 
 
 def visible(text: str) -> str:
@@ -75,6 +78,24 @@ def check_type(value: object, name: str, *kinds: type) -> None:
     right = " or ".join(kind.__name__ for kind in kinds)
     what = f"is of type {type(value).__name__}"
     require(isinstance(value, kinds), f"`{name}`", what, f"give {right}")
+
+
+def check_range(where: str, value: float, low: float, high: float, *, above: bool = False) -> None:
+    """Raise InputError unless a number is in `low` to `high`, or `above` `low`."""
+    # The comparisons are written so that NaN fails them.
+    if not (value > low if above else value >= low) or not value <= high:
+        least = f"above {low:.12g}, at most" if above else f"{low:.12g} to"
+        right = f"{least} {high:.12g}" if high < math.inf else f"{low:.12g} or more"
+        raise InputError(where, f"is {value:.12g}", right)
+
+
+def check_choice(where: str, value: str, names: Iterable[Text]) -> Text:
+    """Return that of the possible names which a value is; raise InputError for another."""
+    known = tuple(names)
+    for name in known:
+        if name == value:
+            return name
+    raise InputError(f"{where} {str(value)[:20]!r}", "is not known", f"one of {', '.join(known)}")
 
 
 class MeasurementError(TcclError):

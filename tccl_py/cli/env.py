@@ -15,12 +15,12 @@ from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from tccl_py.cli import options
-from tccl_py.cli.options import arg, flag, gpus_argument, one_of, opt, refuse
+from tccl_py.cli.options import arg, flag, gpus_argument, opt, refuse
 from tccl_py.cli.process import ANSWER_IS_NO, complain, flush_output, notice, print_json
 from tccl_py.delivery.fit import ALIKE_VARIABLE
 from tccl_py.delivery.job import Delivery, JobRequest, deliver, gives_nothing
 from tccl_py.delivery.placement import prefer_numa_node
-from tccl_py.errors import InputError, require
+from tccl_py.errors import InputError, check_choice, require
 from tccl_py.files import pick, says
 from tccl_py.model.cluster import shown
 from tccl_py.nccl.settings import GRAPH_VARIABLE, env_conflicts, export_lines
@@ -83,7 +83,7 @@ def env(
     """
     request = JobRequest(host=host, nccl=nccl, plugin=plugin, equal_hosts=equal_hosts, force=force)
     if workload is not None:
-        choice = _choice_for(workload, directory, choice)
+        choice = _choice_for(workload, directory)
     plan, delivery = _delivery(directory, request, gpus=gpus, choice=choice)
     _leave_own_graph_file(directory)
     if delivery.variables:
@@ -166,10 +166,10 @@ def run(
     """
     words = command or []
     if record is not None and not (directory and (Path(directory) / "plan.json").is_file()):
-        of_plan = {"--gpus": gpus, "--host": host, "--nccl": nccl, "--choice": choice}
-        of_plan["--workload"] = workload
-        reason = "without DIR", "is about a plan", "name a plan's directory"
-        refuse({**of_plan, "--plugin": plugin, "--force": force}, reason)
+        of_plan: dict[str, object] = {"--gpus": gpus, "--host": host, "--nccl": nccl}
+        of_plan |= {"--choice": choice, "--workload": workload}
+        of_plan |= {"--plugin": plugin, "--force": force}
+        refuse(of_plan, "is about a plan", "name a plan's directory")
         require(directory, "COMMAND", "is missing", "name a program after --")
         _record([directory, *words], {}, record)
     require(directory, "DIR", "is missing", "name a plan's directory")
@@ -185,7 +185,7 @@ def run(
     )
     if workload is not None:
         try:
-            choice = _choice_for(workload, Path(directory), choice)
+            choice = _choice_for(workload, Path(directory))
         except InputError as error:
             notice(f"by the plan's recommendation: {error}")
     plan, delivery = _delivery(Path(directory), request, gpus=gpus, choice=choice)
@@ -266,11 +266,10 @@ def _startable(command: list[str]) -> Iterator[None]:
         raise typer.Exit(NO_PROGRAM if missing else NO_EXECUTABLE) from error
 
 
-def _choice_for(workload: str, directory: Path, choice: str | None) -> ChoiceName:
+def _choice_for(workload: str, directory: Path) -> ChoiceName:
     """Return the choice that jobs found best for a workload."""
     from tccl_py.experiments.communication import verified_choice  # noqa: PLC0415 (slow)
 
-    refuse({"--choice": choice}, ("beside --workload", "names a choice too", "leave one out"))
     return verified_choice(directory, workload).chosen
 
 
@@ -279,11 +278,8 @@ def _delivery(
 ) -> tuple[Plan, Delivery]:
     """Return a plan and what a job gets from it; notices say why that is nothing."""
     if choice is not None:
-        request = replace(request, choice=one_of("--choice", choice, CHOICES))
+        request = replace(request, choice=check_choice("--choice", choice, CHOICES))
     plan = plan_in(directory)
-    if request.plugin:
-        without_plugin = {"--gpus": gpus, "--host": request.host, "--choice": choice}
-        refuse(without_plugin, ("", "is for jobs without the plugin", "leave it out"))
     if gpus is not None:
         machine = plan.cluster.classes[0].machine
         request = replace(request, gpus=gpus_argument(gpus, machine))

@@ -7,12 +7,12 @@ from shlex import quote
 
 from tccl_py.cli import options
 from tccl_py.cli.install import EQUAL_HOSTS, FORCE, NEWER, PLUGIN
-from tccl_py.cli.options import flag, one_of, opt, refuse
+from tccl_py.cli.options import flag, opt, refuse
 from tccl_py.cli.process import notice, notice_each, write_result
 from tccl_py.delivery.job import JobRequest
 from tccl_py.delivery.plugin import check_trusted
 from tccl_py.delivery.scripts import FORMS, Form, script
-from tccl_py.errors import InputError, require, spell
+from tccl_py.errors import InputError, check_choice, require, spell
 from tccl_py.files import read_text
 from tccl_py.nccl.settings import environment, environment_text
 from tccl_py.plan.directory import machine_file, nccl_files, write_nccl_files, write_new_plan
@@ -59,16 +59,14 @@ def export(
         tccl export my-plan --runtime slurm-prolog -o /etc/slurm/task_prolog.sh
         tccl export my-cluster --hosts "$SLURM_JOB_NODELIST" -o job-$SLURM_JOB_ID
     """
-    form = one_of("--runtime", runtime, _RUNTIMES)
+    form = check_choice("--runtime", runtime, _RUNTIMES)
     if form != "nccl":
-        refuse({"--hosts": hosts}, ("", "is for another runtime, nccl", "leave --runtime out"))
+        refuse({"--hosts": hosts}, "is for another runtime, nccl", "leave --runtime out")
     if form not in FORMS:
         of_scripts = {"--alike": equal_hosts, "--newer-nccl": newer_nccl, "--force": force}
         of_scripts["--no-plugin"] = not plugin
-        refuse(of_scripts, ("", "is for scripts", f"add --runtime {' or '.join(FORMS)}"))
-    if hosts is None:
-        refuse({"--gpus": gpus, "--keep-order": keep_order}, ("", "is for a job", "add --hosts"))
-    else:
+        refuse(of_scripts, "is for scripts", f"add --runtime {' or '.join(FORMS)}")
+    if hosts is not None:
         _export_job(directory, output, hosts, gpus, keep_order=keep_order)
         return
     if form in FORMS:

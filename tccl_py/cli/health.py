@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,10 +21,7 @@ from tccl_py.cli.measure import controlled_job, job_of_plan
 from tccl_py.cli.options import (
     MACHINE_HELP,
     arg,
-    check_seed,
-    cpu_argument,
     flag,
-    in_range,
     opt,
     p2p_argument,
     refuse,
@@ -37,7 +35,13 @@ from tccl_py.cli.process import (
     print_json,
     write_result,
 )
-from tccl_py.errors import CTRL_C_AND_SIGTERM, InputError, interrupts_put_off, spell
+from tccl_py.errors import (
+    CTRL_C_AND_SIGTERM,
+    InputError,
+    check_range,
+    interrupts_put_off,
+    spell,
+)
 from tccl_py.experiments.jobs import Launcher
 from tccl_py.experiments.nccl_tests import find_program
 from tccl_py.experiments.preflight import (
@@ -114,16 +118,10 @@ def check(
         tccl check my-plan --prometheus -o /var/lib/node_exporter/tccl.prom
         tccl check my-plan --preflight --json
     """
-    if json and prometheus:
-        raise InputError("--json beside --prometheus", "are two forms", "leave one of the two out")
-    if output is not None and not (json or prometheus):
-        raise InputError("--output", "is for JSON or metrics", "add --json or --prometheus")
     check_result_file("--output", output)
     seconds = (_PREFLIGHT_S if preflight else _CHECK_S) if max_seconds is None else max_seconds
-    in_range("--max-seconds", seconds, _MAX_SECONDS, least=0)
-    if with_ is not None and not preflight:
-        raise InputError("--with", "is for --preflight", "add --preflight")
-    check_seed(seed)
+    check_range("--max-seconds", seconds, 0, _MAX_SECONDS, above=True)
+    check_range("--seed", seed, 0, math.inf)
     plan = plan_in(directory)
     notice_each(plugin_complaints())
     if plan.cluster.cables and not plan.simulated:
@@ -275,11 +273,7 @@ def doctor(
         sudo tccl doctor --json
         tccl doctor --compare node*.json
     """
-    if not compare:
-        refuse({"FILES": files or None}, ("without --compare", "are for it", "add --compare"))
-    else:
-        alone = {"--root": root, "--passive": passive, "--prove": prove}
-        refuse(alone, ("with --compare", "is for one host", "leave it out"))
+    if compare:
         _say_comparison(compare_hosts(read_reports(files or ())), (), json=json)
         return
     if root is None and in_job():
@@ -292,7 +286,6 @@ def doctor(
         right = "name one with sys, proc, etc and dev in it"
         raise InputError(str(root), "is no directory with sys, proc or etc in it", right)
     if root is not None:
-        refuse({"--prove": prove or None}, ("with --root", "runs on GPUs", "leave it out"))
         host = HostState(root=root, driver=_COPIED)
     else:
         if not passive:
@@ -343,24 +336,21 @@ def advise(
     names, measured = _machine_of_plan(names)
     proven: list[ProvenHost] = []
     machine = names[0] if names else None
-    request = advice_request(machine, p2p=p2p_argument(p2p), cpu=cpu_argument(cpu))
-    of_models = {"--p2p": p2p, "--cpu": cpu, "--workload": workload}
+    request = advice_request(machine, p2p=p2p_argument(p2p), cpu=cpu)
     console = results()
     with interrupts_put_off():
-        if machine is None:
-            del of_models["--workload"]
-            refuse(of_models, ("without MACHINE", "is about models", "name a MACHINE"))
-        elif names is not None and (len(names) > 1 or not is_named(machine)):
+        if names and machine is not None and (len(names) > 1 or not is_named(machine)):
             pasted = read_pasted(names)
             findings, model = pasted.findings, pasted.model
             if model is None:
-                refuse(of_models, ("", "is about machines", "add the file of one, or leave it out"))
+                of_models = {"--p2p": p2p, "--cpu": cpu, "--workload": workload}
+                refuse(of_models, "is about machines", "add the file of one, or leave it out")
                 if json:
                     print_json({"findings": findings})
                 else:
                     _print_lines(console, findings_lines(findings))
                 return
-        else:
+        elif machine is not None:
             model = load_machine(machine)
         try:
             subject = machine_subject(request, notice, prove_into(proven), model=model)

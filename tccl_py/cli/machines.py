@@ -8,7 +8,14 @@ import typer
 from msgspec.structs import replace
 
 from tccl_py.cli import options
-from tccl_py.cli.options import MACHINE_HELP, arg, flag, gpus_argument, opt, p2p_argument, refuse
+from tccl_py.cli.options import (
+    MACHINE_HELP,
+    arg,
+    flag,
+    gpus_argument,
+    opt,
+    p2p_argument,
+)
 from tccl_py.cli.output import BAD, GOOD, grid, print_table, results
 from tccl_py.cli.process import ANSWER_IS_NO, notice, notice_each, print_json, write_result
 from tccl_py.errors import InputError, spell
@@ -26,9 +33,6 @@ from tccl_py.readers.nccl_topology import read_nccl_topology
 from tccl_py.readers.nvidia_smi import read_nvidia_smi
 from tccl_py.simulator.descriptions import bundled_names, load_bundled, load_machine
 from tccl_py.simulator.model import MachineModel, device_table, facts, model_cells, summarize
-
-_OF_A_MODEL = ("beside MACHINE", "is about files or this machine", "leave one of the two out")
-_DRIVER_TELLS = ("", "is about files of a machine", "leave it out: the driver here tells")
 
 
 def discover(
@@ -54,19 +58,9 @@ def discover(
         (nvidia-smi topo -m; nvidia-smi topo -p2p r; nvidia-smi -L) > box.txt
         tccl discover --nvidia-smi box.txt -o box.json
     """
-    of_files = {
-        "--nccl-topology": nccl_topology,
-        "--nvidia-smi": nvidia_smi,
-        "--p2p": p2p,
-        "--output": output,
-    }
     if name is not None:
-        refuse(of_files, _OF_A_MODEL)
         _show(load_machine(name), json=json)
         return
-    if nccl_topology is not None and nvidia_smi is not None:
-        fault = "has both --nccl-topology and --nvidia-smi"
-        raise InputError("discover", fault, "give one file to read")
     fingerprint = None
     if nccl_topology is not None:
         machine = read_nccl_topology(nccl_topology)
@@ -74,7 +68,6 @@ def discover(
     elif nvidia_smi is not None:
         machine, knowledge = read_nvidia_smi(nvidia_smi)
     else:
-        refuse({"--p2p": p2p}, _DRIVER_TELLS)
         try:
             gpu_count()
         except InputError as error:
@@ -110,9 +103,6 @@ def _show(model: MachineModel, *, json: bool) -> None:
     print_table(out, device_table(model.machine))
 
 
-_OF_MACHINES = ("", "is about a described machine", "add --machine MACHINE")
-
-
 def validate(
     graph: Path = arg("GRAPH.xml", "The file meant for NCCL_GRAPH_FILE."),
     *,
@@ -142,7 +132,6 @@ def validate(
     variables = given_variables(env or ())
     notice_each(notices(variables))
     if machine is None:
-        refuse({"--nodes": nodes, "--nccl": nccl}, _OF_MACHINES)
         chosen = None if gpus is None else parse_gpus(gpus, "--gpus")
         verdict = verdict_here(read_text(graph), chosen, variables, where=str(graph))
     else:

@@ -19,7 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command_from_info
 from typer.models import CommandInfo
 
-from tccl_py.cli.options import flag
+from tccl_py.cli.options import check_given, choices_of, flag
 from tccl_py.cli.process import (
     NO_READER,
     NOT_USABLE,
@@ -31,7 +31,14 @@ from tccl_py.cli.process import (
     print_version,
     silence_output,
 )
-from tccl_py.errors import InputError, TcclError, Terminated, limit_reached, require
+from tccl_py.errors import (
+    InputError,
+    TcclError,
+    Terminated,
+    check_choice,
+    limit_reached,
+    require,
+)
 from tccl_py.interrupts import INTERRUPTED, RAISE, at_interrupt
 
 COMMANDS = {
@@ -178,12 +185,8 @@ class _Command(_HelpOption, TyperCommand):
             several = getattr(param, "multiple", False) or getattr(param, "is_flag", False)
             once = param.param_type_name == "option" and not several
             require(times < 2 or not once, param.opts[-1], "is given twice", "give it once")
-        for param in self.params:
-            metavar, given = getattr(param, "metavar", None) or "", values.get(param.name)
-            texts = given if isinstance(given, (list, tuple)) else (given,)
-            if "" in texts and not _PLACES.isdisjoint(metavar.split("|")):
-                where = metavar if param.param_type_name == "argument" else param.opts[-1]
-                raise InputError(where, "is empty", f"name {metavar}")
+        given = [_check_value(param, values.get(param.name)) for param in {*given_params}]
+        check_given(str(self.name), given)
         return arguments
 
     def invoke(self, ctx: Any) -> Any:
@@ -193,6 +196,22 @@ class _Command(_HelpOption, TyperCommand):
             return super().invoke(ctx)
         finally:
             at_interrupt(before)
+
+
+def _check_value(param: Any, value: Any) -> str:
+    """Refuse an empty place and what is none of the choices; return a given parameter's name."""
+    metavar = param.metavar or ""
+    texts = value if isinstance(value, list | tuple) else (value,)
+    name = max(param.opts, key=len)
+    if param.param_type_name == "argument":
+        name = metavar.strip("[].")
+    if "" in texts and not _PLACES.isdisjoint(metavar.split("|")):
+        raise InputError(name, "is empty", f"name {metavar}")
+    if choices := choices_of(metavar):
+        check_choice(name, value, choices)
+    if value is False:
+        return str(*param.secondary_opts)
+    return name if any(isinstance(text, str | bool) for text in texts) else ""
 
 
 def _plain(error: Any, values: Mapping[str, Any]) -> Exception:

@@ -15,10 +15,10 @@ from msgspec import UNSET, UnsetType
 from rich.table import Table
 
 from tccl_py.cli import options
-from tccl_py.cli.options import arg, check_quoted, flag, gpus_argument, opt, refuse
+from tccl_py.cli.options import arg, check_quoted, flag, gpus_argument, opt
 from tccl_py.cli.output import ProgressLine, heat, results
 from tccl_py.cli.process import notice, notice_each, print_json
-from tccl_py.errors import InputError, TcclError
+from tccl_py.errors import InputError, TcclError, check_choice
 from tccl_py.files import fill, pick, says
 from tccl_py.launchers import in_job
 from tccl_py.model.measurement import IN_DRY_RUN, Measurement
@@ -89,23 +89,16 @@ def measure(
         mpirun -N 1 tccl measure "h0.C0->h0.N0->h1.N0->h1.N0->h1.C0"
     """
     asked = SimpleNamespace(**locals())
-    of_pairs = {"--bidirectional": bidirectional, "--via": via, "--gpus": gpus, "--csv": csv}
     with ExitStack() as stack:
         # Joined before anything can go wrong: of a job's ranks, the controller alone reports.
         job = stack.enter_context(controlled_job()) if simulate is None and in_job() else None
-        options.check_source(vars(asked), in_job=job is not None)
+        options.check_job({"--interfaces": interfaces}, in_job=job is not None)
         asked.how = measurement_options(target=target, meeting=meeting, check=check)
         asked.model = {"noise": noise or 0.0, "seed": seed or 0}
-        if sets and not all_pairs:
-            refuse(of_pairs, ("beside SET", "is for all pairs", "leave SET out"))
+        if sets:
             _measure_sets(asked, sets, job, stack)
             return
-        given = {"SET": sets or None, "--meeting": meeting}
-        refuse(
-            given,
-            ("without SET" if not sets else "beside --all-pairs", "is for sets", "leave it out"),
-        )
-        refuse({"--all-pairs": job}, ("", "is about one host", "name sets of the hosts"))
+        options.refuse({"--all-pairs": job}, "is about one host", "name sets of the hosts")
         _measure_pairs(asked)
 
 
@@ -147,9 +140,7 @@ def _measure_sets(
 def _measure_pairs(asked: SimpleNamespace) -> None:
     """Measure all pairs of GPUs and print them."""
     if asked.via is not None:
-        options.one_of("--via", asked.via, ("host",))
-    if asked.csv and asked.json:
-        raise InputError("--csv beside --json", "are two forms", "leave one of the two out")
+        check_choice("--via", asked.via, ("host",))
     place: MachineModel | MeasuredMachine
     given: dict[str, Any]
     if asked.simulate is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import typer
 
@@ -14,7 +14,7 @@ from tccl_py.errors import InputError
 if TYPE_CHECKING:
     from tccl_py.model.machine import Machine
 
-Text = TypeVar("Text", bound=str)
+Command = TypeVar("Command", bound=Callable[..., None])
 _SIZE = re.compile(r"([0-9]{1,12}) ?([kmg]?)(?:i?b)?", re.ASCII)
 _LEAST_BYTES, _MAX_BYTES, _MAX_SIZES = 4, 16 << 30, 32
 
@@ -22,6 +22,11 @@ MACHINE_HELP = (
     "A bundled name (see `tccl discover`), a JSON file this program wrote, an NCCL topology XML, "
     "or the text of `nvidia-smi topo -m`."
 )
+
+
+def choices_of(metavar: str) -> tuple[str, ...]:
+    """Return the values that an option has by its metavar, as a|b; () for any other."""
+    return tuple(metavar.split("|")) if "|" in metavar and metavar.islower() else ()
 
 
 def arg(metavar: str, text: str, default: Any = ...) -> Any:
@@ -39,13 +44,13 @@ def opt(metavar: str, text: str, *names: str, default: Any = None, **more: Any) 
 
 def _words(metavar: str) -> Callable[[str], list[str]] | None:
     """Return the completion of a value: of choices and names of machines; a shell has files."""
-    if "MACHINE" not in metavar and not ("|" in metavar and metavar.islower()):
+    if "MACHINE" not in metavar and not choices_of(metavar):
         return None
 
     def words(incomplete: str) -> list[str]:
         from tccl_py.simulator.descriptions import bundled_names  # noqa: PLC0415 (slow)
 
-        values = bundled_names() if "MACHINE" in metavar else metavar.split("|")
+        values = bundled_names() if "MACHINE" in metavar else choices_of(metavar)
         return [value for value in values if value.startswith(incomplete)]
 
     return words
@@ -89,54 +94,79 @@ P2P = advanced(
 )
 CPU = advanced("amd|intel", "The CPU's vendor, if MACHINE does not say: NCCL's P2P depends on it.")
 
-_OF_MODEL = ("noise", "seed", "p2p", "cpu")
-_OF_HARDWARE = ("backend", "devices", "target", "meeting", "check")
-_OF_JOB = ("interfaces",)
-_WITH_MODEL = ("beside --simulate", "is about hardware", "leave one of the two out")
-_WITHOUT_MODEL = ("without --simulate", "is about models", "add --simulate MACHINE")
-_OUTSIDE_JOB = ("", "is about the hosts of an MPI job", "start the command by mpirun or srun")
+
+class Rule(NamedTuple):
+    """What holds between options of some commands, by their names."""
+
+    commands: str
+    options: str
+    needs: str = ""
+    """They are given beside one of these alone."""
+    excludes: str = ""
+    """They are given beside none of these."""
 
 
-def refuse(options: Mapping[str, object], why: tuple[str, str, str]) -> None:
-    """Refuse given options (not None or False) for: a contradicting option, reason, remedy."""
+_HARDWARE = "--backend --devices --target --meeting --check --interfaces"
+_OF_CHOICES = "--training --all --tune --workload"
+RULES = (
+    Rule("measure plan", "--noise --seed --p2p --cpu", needs="--simulate"),
+    Rule("measure plan", _HARDWARE, excludes="--simulate"),
+    Rule("measure", "SET", excludes="--all-pairs"),
+    Rule("measure", "--bidirectional --via --gpus --csv", excludes="SET"),
+    Rule("measure", "--meeting", needs="SET"),
+    Rule("measure", "--csv", excludes="--json"),
+    Rule("show", "--max-sets --max-causes", needs="--why"),
+    Rule("show", "--hops --sets --sizes", excludes="--why OTHER"),
+    Rule("show", "--why", excludes="OTHER"),
+    Rule("report", "--output --force", excludes="--bundle"),
+    Rule("check", "--json", excludes="--prometheus"),
+    Rule("check", "--output", needs="--json --prometheus"),
+    Rule("check", "--with", needs="--preflight"),
+    Rule("doctor", "FILES", needs="--compare"),
+    Rule("doctor", "--root --passive", excludes="--compare"),
+    Rule("doctor", "--prove", excludes="--compare --root"),
+    Rule("advise", "--p2p --cpu", needs="MACHINE|FILE"),
+    Rule("discover", "--nccl-topology --nvidia-smi --p2p --output", excludes="MACHINE"),
+    Rule("discover", "--nccl-topology", excludes="--nvidia-smi"),
+    Rule("discover", "--p2p", needs="--nccl-topology --nvidia-smi"),
+    Rule("validate", "--nodes --nccl", needs="--machine"),
+    Rule("env run", "--gpus --host --choice", excludes="--plugin"),
+    Rule("env run", "--choice", excludes="--workload"),
+    Rule("export", "--gpus --keep-order", needs="--hosts"),
+    Rule("verify", f"{_OF_CHOICES} --choice --no-checks --with", excludes="--means"),
+    Rule("verify", f"{_OF_CHOICES} --backend", excludes="--with"),
+    Rule("verify", "--choice", excludes="--tune"),
+)
+
+
+def check_given(command: str, given: Collection[str]) -> None:
+    """Refuse options of a command that contradict each other, or are without what they are for."""
+    for rule in RULES:
+        options = rule.options.split() if command in rule.commands.split() else ()
+        others = (rule.needs or rule.excludes).split()
+        beside = [other for other in others if other in given]
+        for name in filter(given.__contains__, options):
+            if rule.needs and not beside:
+                words = " or ".join(others)
+                right = "add one of them" if others[1:] else "add it"
+                raise InputError(name, f"needs {words}", right)
+            if rule.excludes and beside:
+                where = f"{name} beside {beside[0]}"
+                raise InputError(where, "contradict each other", "leave one of the two out")
+
+
+def refuse(options: Mapping[str, object], why: str, right: str) -> None:
+    """Refuse given options (not None or False), with the reason and what would be right."""
     for name, value in options.items():
         if value is not None and value is not False:
-            raise InputError(f"{name} {why[0]}".rstrip(), *why[1:])
+            raise InputError(name, why, right)
 
 
-def check_source(values: Mapping[str, object], *, in_job: bool) -> None:
-    """Refuse options, given by their names, that are of another source than is asked for."""
-    simulated = values["simulate"] is not None
-    check_seed(values.get("seed"))
-    for names, of_this, why in (
-        (_OF_MODEL, simulated, _WITHOUT_MODEL),
-        ((*_OF_HARDWARE, *_OF_JOB), not simulated, _WITH_MODEL),
-        (_OF_JOB, in_job, _OUTSIDE_JOB),
-    ):
-        if not of_this:
-            refuse({f"--{name}": values.get(name) for name in names}, why)
-
-
-def check_seed(seed: Any) -> None:
-    """Check that a seed, if given, is not negative."""
-    if seed is not None and seed < 0:
-        raise InputError("--seed", f"is {seed}", "0 or more")
-
-
-def in_range(name: str, value: float, most: float, *, least: float = 1) -> None:
-    """Check that an option's number is in `least` to `most` (a `least` of 0 is excluded)."""
-    # The comparison is written so that NaN fails it.
-    if not (value > 0 if least == 0 else least <= value) or not value <= most:
-        right = f"above 0, at most {most:.12g}" if least == 0 else f"{least:.12g} to {most:.12g}"
-        raise InputError(name, f"is {value:.12g}", right)
-
-
-def one_of(name: str, value: str, values: Collection[Text]) -> Text:
-    """Return that of the possible values which an option has."""
-    for possible in values:
-        if possible == value:
-            return possible
-    raise InputError(f"{name} {value[:20]!r}", "is not known", f"one of {', '.join(values)}")
+def check_job(options: Mapping[str, object], *, in_job: bool) -> None:
+    """Refuse options that are about the hosts of a job where there is none."""
+    if not in_job:
+        right = "start the command by mpirun or srun"
+        refuse(options, "is about the hosts of an MPI job", right)
 
 
 def gpus_argument(text: str | None, machine: Machine) -> tuple[int, ...] | None:
@@ -153,14 +183,7 @@ def gpus_argument(text: str | None, machine: Machine) -> tuple[int, ...] | None:
 
 def p2p_argument(text: str | None) -> bool | None:
     """Return what --p2p says; None stays None."""
-    if text is not None:
-        one_of("--p2p", text, ("yes", "no"))
     return None if text is None else text == "yes"
-
-
-def cpu_argument(text: str | None) -> str | None:
-    """Return what --cpu says; None stays None."""
-    return None if text is None else one_of("--cpu", text.lower(), ("amd", "intel"))
 
 
 def check_quoted(sets: Iterable[str], example: str) -> None:

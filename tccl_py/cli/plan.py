@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from math import nan
+from math import inf, nan
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 
 from tccl_py.cli import options
 from tccl_py.cli.options import (
     advanced,
     advanced_flag,
     arg,
-    cpu_argument,
     flag,
-    in_range,
     opt,
     p2p_argument,
     refuse,
@@ -30,6 +28,7 @@ from tccl_py.errors import (
     CTRL_C_AND_SIGTERM,
     InputError,
     Terminated,
+    check_range,
     defer_signals,
     interrupts_put_off,
     spell,
@@ -72,8 +71,6 @@ _SETS = DEFAULT_BUDGET.sets or 1
 HOST_SETS = 1250
 """At 30 a second they take most of the minute in which 8 GPUs are planned."""
 _DRY_SETS = 40
-_IN_JOB = ("under mpirun or srun", "needs no ranks", "start the command by itself")
-_FOR_ONE = ("", "is about several nodes", f"add --simulate MACHINE --nodes N, or {UNDER_MPI}")
 
 
 def plan(
@@ -140,7 +137,7 @@ def plan(
     request = PlanRequest(
         simulate=simulate,
         p2p=p2p_argument(p2p),
-        cpu=cpu_argument(cpu),
+        cpu=cpu,
         noise=noise,
         seed=seed,
         backend=backend,
@@ -325,34 +322,35 @@ def _budget(
 ) -> Budget:
     usual = _DRY_SETS if backend == "host" else HOST_SETS if here else _SETS
     most = usual if max_sets is None else max_sets
-    in_range("--max-sets", most, 1_000_000_000)
+    check_range("--max-sets", most, 1, 1e9)
     if max_seconds is not None:
-        in_range("--max-seconds", max_seconds, 1_000_000_000, least=0)
+        check_range("--max-seconds", max_seconds, 0, 1e9, above=True)
     return replace(DEFAULT_BUDGET, sets=most, seconds=max_seconds)
 
 
 def _check(request: PlanRequest, *, in_job: bool, tune: bool | None) -> None:
     """Refuse options that contradict each other."""
-    options.check_source(asdict(request), in_job=in_job)
+    options.check_job({"--interfaces": request.interfaces}, in_job=in_job)
     gid_index = request.ib_gid_index
-    if gid_index is not None and not 0 <= gid_index <= MAX_GID_INDEX:
-        raise InputError("--gid-index", f"is {gid_index}", f"0 to {MAX_GID_INDEX}")
+    check_range("--gid-index", gid_index or 0, 0, MAX_GID_INDEX)
+    check_range("--seed", request.seed or 0, 0, inf)
+    models = f"add --simulate MACHINE --nodes N, or {UNDER_MPI}"
     if in_job or request.names_hosts:
         right = "leave it out: as many GPUs of a host are used as it has ranks (slots)"
-        refuse({"--gpus": request.gpus}, ("for several nodes", "is about one machine", right))
+        refuse({"--gpus": request.gpus}, "is about one machine", right)
     else:
         listed = {"--hosts": request.hosts, "--switches": request.switches}
         order = {"--keep-order": request.keep_order, "--gid-index": gid_index}
         listed["--gpus-per-job"] = None if request.subsets else request.gpus_per_job
-        refuse({**listed, **order}, _FOR_ONE)
+        refuse({**listed, **order}, "is about several nodes", models)
     if in_job:
-        refuse({"--simulate": request.simulate, "--nodes": request.nodes}, _IN_JOB)
+        by_models = {"--simulate": request.simulate, "--nodes": request.nodes}
+        refuse(by_models, "needs no ranks", "start the command without mpirun or srun")
     elif request.names_hosts:
         right = f"leave it out, or measure them: {UNDER_MPI}"
-        refuse({"--tune": tune}, ("", "runs collectives on the hosts", right))
-        if request.simulate is None and request.nodes is not None:
-            right = f"add --simulate MACHINE, or {UNDER_MPI}"
-            raise InputError("--nodes", "is about models", right)
+        refuse({"--tune": tune}, "runs collectives on the hosts", right)
+        if request.simulate is None:
+            refuse({"--nodes": request.nodes}, "is about models", models)
 
 
 def _job() -> AbstractContextManager[Job]:

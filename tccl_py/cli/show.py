@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from tccl_py.cli import options
-from tccl_py.cli.options import advanced, arg, flag, in_range, opt, refuse
+from tccl_py.cli.options import advanced, arg, flag, opt
 from tccl_py.cli.output import DOUBT, GOOD, grid, print_table, results
 from tccl_py.cli.process import (
     ANSWER_IS_NO,
@@ -27,7 +27,7 @@ from tccl_py.cli.process import (
     print_json,
     write_result,
 )
-from tccl_py.errors import InputError, TcclError, spell
+from tccl_py.errors import InputError, TcclError, check_range, spell
 from tccl_py.files import says
 from tccl_py.plan.chains import WORLD, PlanChain
 from tccl_py.plan.load import is_directory, load_plan
@@ -52,8 +52,6 @@ _EQUAL = 1e-3
 _MOST_RINGS, _MOST_NOTES = 8, 3
 """The rows of rings, and the notes, that the first screen has room for."""
 _Cells = tuple[str, ...]
-_WITHOUT_WHY = ("without --why", "is about causes of slow transfers", "add --why")
-_ALONE = ("", "is about one plan as it is", "leave out OTHER, or --why")
 _UNKNOWN = (
     "whether small messages, send/recv and all-to-all lose by what is recommended for large "
     "all-reduces, until `tccl verify` has run jobs"
@@ -87,12 +85,7 @@ def show(
         tccl show my-plan --why
         tccl show my-plan plan-of-last-week
     """
-    if not why:
-        refuse({"--max-sets": max_sets, "--max-causes": max_causes}, _WITHOUT_WHY)
-    for name, given in {"--hops": hops, "--sets": sets, "--sizes": sizes}.items():
-        refuse({name: given and (why or other)}, _ALONE)
     if other is not None:
-        refuse({"--why": why}, _ALONE)
         _show_differences(directory, other, json=json)
         return
     if why:
@@ -281,8 +274,8 @@ def _show_causes(
 ) -> None:
     from tccl_py.cli.why import find_causes, print_causes  # noqa: PLC0415 (slow)
 
-    in_range("--max-sets", 1 if max_sets is None else max_sets, 1_000_000)
-    in_range("--max-causes", 1 if max_causes is None else max_causes, 100)
+    check_range("--max-sets", 1 if max_sets is None else max_sets, 1, 1e6)
+    check_range("--max-causes", 1 if max_causes is None else max_causes, 1, 100)
     plan = plan_in(directory)
     explanation = find_causes(plan, directory, max_sets=max_sets, max_causes=max_causes)
     if json:
@@ -342,10 +335,6 @@ def report(
         tccl report my-plan --bundle my-plan.zip
     """
     if bundle is not None:
-        refuse(
-            {"--output": output, "--force": force},
-            ("with --bundle", "is for the page", "leave it out"),
-        )
         _write_bundle(directory, bundle)
         return
     # Templates take long to load; no other command needs them.

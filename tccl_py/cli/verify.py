@@ -14,7 +14,7 @@ from rich.console import Console
 
 from tccl_py.cli import options
 from tccl_py.cli.measure import controlled_job
-from tccl_py.cli.options import flag, in_range, one_of, opt, parse_sizes, refuse
+from tccl_py.cli.options import flag, opt, parse_sizes, refuse
 from tccl_py.cli.output import BAD, GOOD, ProgressLine, print_table, results
 from tccl_py.cli.process import (
     ANSWER_IS_NO,
@@ -22,7 +22,7 @@ from tccl_py.cli.process import (
     notice_each,
     print_json,
 )
-from tccl_py.errors import InputError
+from tccl_py.errors import InputError, check_choice, check_range
 from tccl_py.experiments.comparison import LEAST_ROUNDS, MAX_ROUNDS, RunBudget, budget_of
 from tccl_py.experiments.jobs import RANK_VARIABLES, Launcher
 from tccl_py.experiments.means import NCCL
@@ -99,15 +99,12 @@ def verify(
         tccl verify my-plan --with all_reduce_perf
         mpirun -N 1 tccl verify my-cluster
     """
-    in_range("--rounds", rounds, MAX_ROUNDS // 2, least=LEAST_ROUNDS)
+    check_range("--rounds", rounds, LEAST_ROUNDS, MAX_ROUNDS // 2)
     usual = budget_of(backend)
     seconds = usual.seconds if seconds is None else seconds
-    in_range("--seconds", seconds, 86_400, least=0)
-    one_of("--collective", collective, _COLLECTIVES)
+    check_range("--seconds", seconds, 0, 86_400, above=True)
+    check_choice("--collective", collective, _COLLECTIVES)
     if means:
-        words = {"--choice": choice, "--training": training, "--all": every, "--tune": tune}
-        words |= {"--no-checks": no_checks, "--workload": workload, "--with": with_}
-        refuse(words, ("beside --means", "is about choices of NCCL", "leave one of the two out"))
         wanted = None if sizes is None else parse_sizes(sizes, "--sizes")
         _verify_means(directory, backend, pin_env, wanted, seconds, json=json)
         return
@@ -115,17 +112,7 @@ def verify(
     if with_ is not None:
         program = find_program(with_)
         of_program = PROGRAMS[program.name]
-        refuse(
-            {
-                "--training": training,
-                "--all": every,
-                "--tune": tune,
-                "--backend": backend,
-                "--workload": workload,
-                "--collective": None if collective in ("all_reduce", of_program) else collective,
-            },
-            ("beside --with", "is about jobs of torch", "leave one of the two out"),
-        )
+        check_choice("--collective", collective, dict.fromkeys(("all_reduce", of_program)))
         collective = of_program
     budget = replace(
         usual,
@@ -140,12 +127,8 @@ def verify(
     )
     if program is not None:
         size_options(budget.sizes)
-    if choice is not None:
-        one_of("--choice", choice, CHOICES[1:])
-    if choice is not None and tune:
-        raise InputError("--choice with --tune", "contradict", "--tune compares all choices")
     if in_job():
-        refuse({"--with": program}, ("", "is for the plan of one machine", "leave it out"))
+        refuse({"--with": program}, "is for the plan of one machine", "leave it out")
 
     def show(result: Verification) -> None:
         if json:

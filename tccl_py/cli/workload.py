@@ -57,7 +57,7 @@ def workload(
     check_result_file("--output", output)
     shown = open_workload(names, ranks=8 if ranks is None else ranks)
     if names[0] not in BUNDLED:
-        refuse({"--ranks": ranks}, ("", "is for a bundled workload", "a file has its own"))
+        refuse({"--ranks": ranks}, "is for a bundled workload", "a file has its own")
     if output is not None:
         shown = replace(shown, name=output.stem[:MAX_NAME])
         write_workload(shown, output)
