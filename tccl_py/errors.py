@@ -91,11 +91,10 @@ def check_range(where: str, value: float, low: float, high: float, *, above: boo
 
 def check_choice(where: str, value: str, names: Iterable[Text]) -> Text:
     """Return that of the possible names which a value is; raise InputError for another."""
-    known = tuple(names)
-    for name in known:
-        if name == value:
-            return name
-    raise InputError(f"{where} {str(value)[:20]!r}", "is not known", f"one of {', '.join(known)}")
+    known = {str(name): name for name in names}
+    right = f"one of {', '.join(known)}"
+    require(value in known, f"{where} {str(value)[:20]!r}", "is not known", right)
+    return known[value]
 
 
 class MeasurementError(TcclError):

@@ -20,14 +20,10 @@ _RANKS = (
     "PALS_RANKID",
     "SLURM_PROCID",
 )
-_JOBS = ("doctor", "measure", "plan", "verify")  # commands that several ranks run together
-_ALONE = (
-    "--simulate",
-    "--compare",
-    "--root",
-    "--help",
-    "-h",
-)  # options with which every rank runs by itself
+_JOBS = ("doctor", "measure", "plan", "verify")
+"""Commands that several ranks run together."""
+_ALONE = ("--simulate", "--compare", "--root", "--help", "-h")
+"""Options with which every rank runs by itself."""
 
 
 def only_serves(arguments: Sequence[str], environment: Mapping[str, str]) -> bool:

@@ -56,20 +56,13 @@ class ForkPath(msgspec.Struct, frozen=True, kw_only=True):
 class ForkPaths(msgspec.Struct, frozen=True, kw_only=True):
     """Paths of one number of thread blocks, and one size of FIFOs; chains use one NIC."""
 
-    paths: tuple[ForkPath, ...]
+    rings: tuple[ForkPath, ...]
+    """Inside a node."""
+    chains: tuple[ForkPath, ...] = ()
+    """Through a node."""
     blocks: int
     fifo_bytes: int
     nic: int | None = None
-
-    @property
-    def rings(self) -> tuple[ForkPath, ...]:
-        """The rings inside a node."""
-        return tuple(path for path in self.paths if path.ends is None)
-
-    @property
-    def chains(self) -> tuple[ForkPath, ...]:
-        """The chains through a node."""
-        return tuple(path for path in self.paths if path.ends is not None)
 
 
 class ForkFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,7 +100,8 @@ def fork_file(plan: Plan, tables: Sequence[ClassRates] = ()) -> ForkFile:
         *("  <intra>", *rings, "  </intra>", "  <inter>", *chains, "  </inter>"),
         "</root>\n",
     ]
-    return ForkFile(text="\n".join(lines), paths=len(written.paths), notes=tuple(notes))
+    count = len(written.rings) + len(written.chains)
+    return ForkFile(text="\n".join(lines), paths=count, notes=tuple(notes))
 
 
 # Paths of plans and tables.
@@ -122,12 +116,12 @@ def rings_of(plan: Plan) -> ForkPaths:
     rings = [(plan.gpus, [hop.flow for hop in whole.hops], whole.rate_gbps)]
     planned = [subset for subset in plan.subsets if subset.rings]
     rings += [(s.gpus, _flows(plan, s), s.rate_gbps / len(s.rings)) for s in planned]
-    paths = tuple(
-        ForkPath(gpus=gpus, rate_gbps=rate, transfers=_join(flow.transfers for flow in flows))
+    paths = [
+        ForkPath(gpus=gpus, rate_gbps=rate, transfers=tuple(t for f in flows for t in f.transfers))
         for gpus, flows, rate in rings
-    )
+    ]
     blocks, size = min(plan_channels(plan), FORK_CHANNELS), plan.settings.buffsize
-    return ForkPaths(paths=paths, blocks=blocks, fifo_bytes=size)
+    return ForkPaths(rings=tuple(paths), blocks=blocks, fifo_bytes=size)
 
 
 def plan_channels(plan: Plan) -> int:
@@ -169,8 +163,9 @@ def chains_of(tables: Sequence[ClassRates]) -> ForkPaths:
         return len(group), group[max(group, key=len)].rate_gbps
 
     nic, blocks, size = key = max(chains, key=worth)
-    paths = (*groups[key].values(), *groups.get((None, blocks, size), {}).values())
-    return ForkPaths(paths=paths, blocks=blocks, fifo_bytes=size, nic=nic)
+    rings = groups.get((None, blocks, size), {}).values()
+    sizes = {"blocks": blocks, "fifo_bytes": size}
+    return ForkPaths(rings=tuple(rings), chains=tuple(groups[key].values()), **sizes, nic=nic)
 
 
 def _relabel(chain: PlanChain, names: Permutation) -> PlanChain:
@@ -181,10 +176,6 @@ def _relabel(chain: PlanChain, names: Permutation) -> PlanChain:
         ends = {"source": moved.source, "target": moved.target, "flow": moved.flow}
         hops.append(msgspec.structs.replace(hop, **ends))
     return msgspec.structs.replace(chain, hops=tuple(hops))
-
-
-def _join(parts: Iterable[Iterable[Transfer]]) -> tuple[Transfer, ...]:
-    return tuple(itertools.chain.from_iterable(parts))
 
 
 def _flows(plan: Plan, subset: SubsetRings) -> list[Flow]:
@@ -208,7 +199,7 @@ def _path(gpus: tuple[int, ...], chain: PlanChain, *, is_image: bool) -> ForkPat
         if is_relayed or chain.entry_nic != chain.exit_nic:
             return None
         first, last = first[1:], last[:-1]  # Without the crossings to other nodes
-    transfers = _join([first, *inner, last])
+    transfers = tuple(itertools.chain(first, *inner, last))
     # The fork sets up a GPU by the transfers that name the GPU: one is needed.
     if not transfers or any(type_transfer(transfer) == _COPIED for transfer in transfers):
         return None
@@ -266,43 +257,34 @@ def type_transfer(transfer: Transfer) -> str:
     return f"{name}_{'MEMCPY' if transfer.uses_copy_engine else 'KERNEL'}"
 
 
-def _name_movement(
-    kind: str, source: Place, destination: Place, numa: Mapping[int, int], prefix: str = ""
-) -> str:
-    """Return a movement as attributes; indices are of GPUs, or of NUMA nodes by the system."""
-    values = [kind, *(numa[p.index] if p.kind == "C" else p.index for p in (source, destination))]
-    keys = zip(("type", "src_idx", "dst_idx"), values, strict=True)
-    return " ".join(f'{prefix}{key}="{value}"' for key, value in keys)
-
-
-def _crossing(name: str, leaves: Place, lands: Place, numa: Mapping[int, int]) -> str:
-    kind = "_".join("CPU" if place.kind == "C" else "GPU" for place in (leaves, lands))
-    return _name_movement(f"{kind}_INTER", leaves, lands, numa, f"{name}_")
-
-
-def _lines(path: ForkPath, numa: Mapping[int, int], *ends: str) -> Iterator[str]:
-    # repr is the shortest text that is read as the same number.
-    rate = f'gbps="{float(f"{path.rate_gbps:.6g}")!r}"'
-    yield f"      <transfers {' '.join((rate, *ends))}>"
-    for moved in path.transfers:
-        text = _name_movement(type_transfer(moved), moved.source, moved.destination, numa)
-        yield f"        <transfer {text}/>"
-    yield "      </transfers>"
-
-
 def _subsets(paths: Sequence[ForkPath], numa: Mapping[int, int]) -> Iterator[str]:
     """Yield every path; a chain with each landing on other nodes, which are as those here."""
+
+    def move(prefix: str, kind: str, *ends: Place) -> str:
+        """Return a movement as attributes; indices are of GPUs, or of NUMA nodes by the system."""
+        source, target = (numa[end.index] if end.kind == "C" else end.index for end in ends)
+        return f'{prefix}type="{kind}" {prefix}src_idx="{source}" {prefix}dst_idx="{target}"'
+
+    def cross(prefix: str, *ends: Place) -> str:
+        kinds = "_".join("CPU" if end.kind == "C" else "GPU" for end in ends)
+        return " " + move(prefix, f"{kinds}_INTER", *ends)
+
     ends = [path.ends for path in paths if path.ends is not None]
     entries, exits = (sorted({pair[side] for pair in ends}) for side in (0, 1))
     for path in sorted(paths, key=lambda path: mask_of(path.gpus)):
-        yield f'    <subset gpus="{mask_of(path.gpus)}">'
-        if path.ends is None:
-            yield from _lines(path, numa)
-        else:
+        crossings = [""]
+        if path.ends is not None:
             lands, leaves = path.ends
-            for before, behind in itertools.product(exits, entries):
-                head = _crossing("head", before, lands, numa)
-                yield from _lines(path, numa, head, _crossing("tail", leaves, behind, numa))
+            pairs = itertools.product(exits, entries)
+            crossings = [cross("head_", a, lands) + cross("tail_", leaves, b) for a, b in pairs]
+        yield f'    <subset gpus="{mask_of(path.gpus)}">'
+        for crossing in crossings:
+            # repr is the shortest text that is read as the same number.
+            yield f'      <transfers gbps="{float(f"{path.rate_gbps:.6g}")!r}"{crossing}>'
+            for one in path.transfers:
+                moved = move("", type_transfer(one), one.source, one.destination)
+                yield f"        <transfer {moved}/>"
+            yield "      </transfers>"
         yield "    </subset>"
 
 
@@ -322,7 +304,7 @@ def _notes(plan: Plan, written: ForkPaths, machine: Machine) -> Iterator[str]:
         f"NCCL_BUFFSIZE={written.fifo_bytes}"
     )
     if written.nic is not None:
-        if images := {path.gpus for path in written.paths if path.is_image}:
+        if images := {path.gpus for path in written.rings + written.chains if path.is_image}:
             yield (
                 f"{spell(len(images), 'set')} of GPUs have the rates of others, which the "
                 "machine's symmetry maps to them"

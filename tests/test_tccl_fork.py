@@ -197,12 +197,12 @@ def test_the_fastest_chain_of_the_means_with_most_sets_is_taken():
     tables = [Table((0, 1), slow, fast), Table((0,), alone)]
     tables.append(Table((0, 1), chain(INTO, "G0->G0->G1", OUT, gbps=50.0), buffsize=1 << 20))
     found = chains_of(tables)
-    assert [(path.gpus, path.rate_gbps) for path in found.paths] == [((0, 1), 6.0), ((0,), 10.0)]
+    assert [(path.gpus, path.rate_gbps) for path in found.chains] == [((0, 1), 6.0), ((0,), 10.0)]
     assert (found.nic, found.blocks, found.fifo_bytes) == (0, 1, 4 << 20)
-    assert [type_transfer(transfer) for transfer in found.paths[0].transfers] == [
+    assert [type_transfer(transfer) for transfer in found.chains[0].transfers] == [
         *("GPU_READ_CPUMEM_KERNEL", "GPU_READ_GPUMEM_KERNEL", "GPU_WRITE_CPUMEM_KERNEL")
     ]
-    assert [str(place) for place in found.paths[0].ends] == ["C0", "C1"]
+    assert [str(place) for place in found.chains[0].ends] == ["C0", "C1"]
 
 
 @pytest.mark.parametrize(
@@ -271,8 +271,8 @@ def test_sets_that_were_not_searched_are_named():
 def test_sets_of_a_table_have_the_rates_of_the_sets_that_symmetry_maps_to_them():
     into, out = "N0->N0->C0->G0->G0", "G0->G0->C0->N0->N0"
     database = chains_of([Table((0,), chain(into, out), numa_nodes=1)])
-    assert {path.gpus for path in database.paths} == {(0,), (1,)}
-    (image,) = (path for path in database.paths if path.gpus == (1,))
+    assert {path.gpus for path in database.chains} == {(0,), (1,)}
+    (image,) = (path for path in database.chains if path.gpus == (1,))
     assert image.rate_gbps == 10.0 and {t.executor.index for t in image.transfers} == {1}
 
 

@@ -112,7 +112,7 @@ def verify(
     if with_ is not None:
         program = find_program(with_)
         of_program = PROGRAMS[program.name]
-        check_choice("--collective", collective, dict.fromkeys(("all_reduce", of_program)))
+        check_choice("--collective", collective, ("all_reduce", of_program))
         collective = of_program
     budget = replace(
         usual,
