@@ -25,8 +25,15 @@ from tccl_py.plan.load import load_plan
 from tccl_py.plan.size_choices import size_notes
 from tccl_py.plan.text import limit_text
 from tccl_py.report.contents import heat_maps, read_contents, viridis
-from tccl_py.report.drawing import drawing, loaded_view
-from tccl_py.report.hops import LinkLoad, cause_words, flow_ends, hops_view, link_loads
+from tccl_py.report.drawing import (
+    LinkLoad,
+    cause_words,
+    drawing,
+    flow_hop,
+    hops_view,
+    link_loads,
+    node_view,
+)
 from tccl_py.report.machine import LANE, lay_out, nvlinks, wires
 from tccl_py.report.page import rate_bars, report_html
 from tccl_py.simulator.descriptions import load_bundled
@@ -167,8 +174,8 @@ def test_hops_are_marked_slowest_only_where_others_are_faster():
     layout = lay_out(plan.machine)
 
     def slowest(hops):
-        ends = flow_ends((hop.flow, hop.rate_gbps) for hop in hops)
-        return [hop.slowest for hop in hops_view("", "", plan.machine, ends, layout).hops]
+        drawn = [flow_hop(plan.machine, hop.flow, hop.rate_gbps) for hop in hops]
+        return [hop.slowest for hop in hops_view(drawn, layout).hops]
 
     assert slowest(ring.hops) == [False] * 8
     first, *others = ring.hops
@@ -563,7 +570,9 @@ def test_links_have_the_colour_of_their_load_and_none_where_their_capacity_is_no
 def test_the_link_that_is_marked_is_on_the_path_of_the_hop_that_the_text_names(name):
     plan = load_plan(PLANS / f"{name}.json")
     passed = Paths(plan.machine, plan.knowledge).passes(plan.bottleneck[1].flow)
-    marked = {device for device, load in loaded_view(plan, 0).loads.items() if load.slowest}
+    marked = {
+        device for device, load in node_view(plan.machine, plan).loads.items() if load.slowest
+    }
     assert len(marked) == 1
     assert marked <= {way.part.device for way in passed}
 

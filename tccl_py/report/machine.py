@@ -7,11 +7,12 @@ allows. `templates/macros.html` turns the geometry, in pixels, into SVG.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Sequence
-from itertools import count, pairwise
 
 import msgspec
+from msgspec.structs import replace
 
 from tccl_py.errors import visible
 from tccl_py.model.machine import Gpu, Machine, Nic, NumaNode, PciLink
@@ -49,6 +50,11 @@ class Box(msgspec.Struct, frozen=True, kw_only=True):
         return self.x + self.width / 2
 
     @property
+    def right(self) -> float:
+        """The x of the right edge."""
+        return self.x + self.width
+
+    @property
     def bottom(self) -> float:
         """The y of the lower edge."""
         return self.y + self.height
@@ -77,7 +83,7 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True):
 class Layout(msgspec.Struct, frozen=True):
     """A drawn machine: frames behind the links, links, and the boxes of devices by id.
 
-    `bottom` is below all of them. `id` is the drawing's in a page.
+    `id` is the drawing's in a page, and `foot` the y of the lower edge of GPUs and NICs.
     """
 
     id: str
@@ -86,12 +92,23 @@ class Layout(msgspec.Struct, frozen=True):
     lines: tuple[Stroke, ...]
     boxes: dict[str, Box]
     width: float
-    bottom: float
+    foot: float
+
+    @property
+    def bottom(self) -> float:
+        """The y below all of it."""
+        return self.foot + _PAD
 
     def gaps(self, *kinds: str) -> list[float]:
         """Return the x between each device of these kinds and the next, from left to right."""
         row = sorted(box.middle for box in self.boxes.values() if box.kind in kinds)
-        return [(start + end) / 2 for start, end in pairwise(row)]
+        return [(start + end) / 2 for start, end in itertools.pairwise(row)]
+
+    def row(self) -> Layout:
+        """Return the GPUs and NICs alone, each where it stands."""
+        leaves = {name: box for name, box in self.boxes.items() if box.kind in ("gpu", "nic")}
+        boxes = {name: replace(box, y=2.0) for name, box in leaves.items()}
+        return Layout(self.id, self.name, (), (), boxes, self.width, 2.0 + _HEIGHTS["gpu"])
 
 
 def fit_text(text: str, width: float, size: float) -> str:
@@ -129,125 +146,103 @@ def lay_out(
 
     `narrow` is for a telephone's width.
     """
-    tree = _Tree(machine, gpus, narrow=narrow)
-    groups: dict[str, list[NumaNode]] = {}
-    for node in sorted(machine.numa_nodes, key=lambda node: tree.order(node.id)):
-        label = f"CPU of {node.id}" if node.socket is None else f"socket {node.socket}"
-        groups.setdefault(label, []).append(node)
-    several = len(groups) > 1
+    # 1. Boxes: NUMA nodes in the first row, GPUs and NICs in the last.
+    sockets, edges = _columns(machine, narrow=narrow)
+    several = len(sockets) > 1
     top = _BUS_HEIGHT + _LINK / 2 + 2 if several else 2.0
-    bottom = top + _HEADER + tree.row_y(tree.depth) + _HEIGHTS["gpu"] + _PAD
-    frames: list[Box] = []
-    lines: list[Stroke] = []
-    x = 2.0
-    for label, nodes in groups.items():
-        start, x = x, x + _PAD
-        for node in nodes:
-            x = tree.place(node.id, x, top + _HEADER) + _GAP
-        width, height = x + _PAD - _GAP - start, bottom - top
-        words = fit_text(label, width - 20, 11)
-        frames.append(Box(kind="socket", x=start, y=top, width=width, height=height, label=words))
+    rows = {device: len(machine.ancestors(device)) for device in edges}
+    boxes: dict[str, Box] = {}
+    for device, (x, right) in edges.items():
+        box = _box(machine, device, x, right - x, narrow=narrow)
+        row = max(rows.values()) if box.kind in ("gpu", "nic") else rows[device]
+        below = _HEIGHTS["numa"] + _LINK + (row - 1) * (_HEIGHTS["bridge"] + _LINK) if row else 0.0
+        faint = box.kind == "gpu" and gpus is not None and index_of(device) not in gpus
+        boxes[device] = replace(box, y=top + _HEADER + below, faint=faint)
+    foot = max(box.bottom for box in boxes.values())
+    # 2. Frames around sockets, and links between them.
+    frames, lines = list[Box](), list[Stroke]()
+    for words, nodes in sockets.items():
+        x, right = boxes[nodes[0]].x - _PAD, boxes[nodes[-1]].right + _PAD
+        label, height = fit_text(words, right - x - 20, 11), foot + _PAD - top
+        frame = Box(kind="socket", x=x, y=top, width=right - x, height=height, label=label)
+        frames.append(frame)
         if several:
-            lines.append(Stroke(kind="smp", x=start + width / 2, top=_BUS_HEIGHT + 2, bottom=top))
-        x += _PAD + _GAP
-    width = x - _GAP * 2 + 2
+            lines.append(Stroke(kind="smp", x=frame.middle, top=_BUS_HEIGHT + 2, bottom=top))
+    width = frames[-1].right + 2
     if several:
-        sockets_known = all(node.socket is not None for node in machine.numa_nodes)
-        words = f"links between {'sockets' if sockets_known else 'CPUs'}"
+        known = all(node.socket is not None for node in machine.numa_nodes)
+        words = f"links between {'sockets' if known else 'CPUs'}"
         frames.append(Box(kind="bus", x=2, y=2, width=width - 4, height=_BUS_HEIGHT, label=words))
+    # 3. PCIe links.
     for device, parent in machine.parents.items():
-        if device in tree.boxes:
-            box = tree.boxes[device]
-            generation, right = ("", "") if narrow else link_words(machine.links[device])
-            top = tree.boxes[parent].bottom
-            x, y = box.middle, box.y
-            lines.append(Stroke(kind="pci", x=x, top=top, bottom=y, left=generation, right=right))
-    drawing = f"machine-{number}"
-    return Layout(drawing, machine.name, tuple(frames), tuple(lines), tree.boxes, width, bottom)
+        if device in boxes:
+            left, words = ("", "") if narrow else link_words(machine.links[device])
+            ends = {"top": boxes[parent].bottom, "bottom": boxes[device].y}
+            x = boxes[device].middle
+            lines.append(Stroke(kind="pci", x=x, **ends, left=left, right=words))
+    name = f"machine-{number}"
+    return Layout(name, machine.name, tuple(frames), tuple(lines), boxes, width, foot)
 
 
-def row_below(layout: Layout) -> Layout:
-    """Return the GPUs and NICs of a drawn machine alone, each where it stands."""
-    leaves = {name: box for name, box in layout.boxes.items() if box.kind in ("gpu", "nic")}
-    boxes = {name: msgspec.structs.replace(box, y=2.0) for name, box in leaves.items()}
-    bottom = 2.0 + _HEIGHTS["gpu"] + _PAD
-    return Layout(layout.id, layout.name, (), (), boxes, layout.width, bottom)
+def _columns(
+    machine: Machine, *, narrow: bool
+) -> tuple[dict[str, list[str]], dict[str, tuple[float, float]]]:
+    """Return the NUMA nodes of each socket, and the left and right edges of every device.
+
+    GPUs and NICs have a column each, and what they hang from is as wide as all of its columns.
+    """
+    leaves = [leaf.id for leaf in (*machine.gpus, *machine.nics)]
+    chains = {leaf: (leaf, *machine.ancestors(leaf)) for leaf in leaves}
+    # From left to right by the lowest GPU below, then by id.
+    lowest = dict.fromkeys((node.id for node in machine.numa_nodes), math.inf)
+    for leaf in leaves:
+        index = index_of(leaf) if leaf[0] == "G" else math.inf
+        lowest |= {device: min(lowest.get(device, math.inf), index) for device in chains[leaf]}
+    places = {device: (index, len(device), device) for device, index in lowest.items()}
+    leaves.sort(key=lambda leaf: [places[device] for device in reversed(chains[leaf])])
+    sockets: dict[str, list[str]] = {}
+    for node in sorted(machine.numa_nodes, key=lambda node: places[node.id]):
+        label = f"CPU of {node.id}" if node.socket is None else f"socket {node.socket}"
+        sockets.setdefault(label, []).append(node.id)
+    count = len(machine.gpus)
+    gpu = 46.0 if narrow else 124.0 if count <= 4 else 92.0 if count <= 8 else 58.0
+    edges: dict[str, tuple[float, float]] = {}
+    x = 2 + _PAD
+    for numa_ids in sockets.values():
+        for numa in numa_ids:
+            below = [leaf for leaf in leaves if chains[leaf][-1] == numa]
+            widths = [gpu if leaf[0] == "G" else min(gpu, 58.0) for leaf in below]
+            taken = sum(widths) + _GAP * (len(widths) - 1)
+            left = x + max(0.0, (_NUMA_LEAST - taken) / 2)
+            for leaf, width in zip(below, widths, strict=True):
+                for device in chains[leaf][:-1]:
+                    edges[device] = edges.get(device, (left, 0.0))[0], left + width
+                left += width + _GAP
+            edges[numa] = x, x + max(taken, _NUMA_LEAST)
+            x = edges[numa][1] + _GAP
+        x += 2 * _PAD
+    return sockets, edges
 
 
-class _Tree:
-    """The devices that are drawn, their parents, and boxes as they are placed."""
-
-    def __init__(self, machine: Machine, gpus: Collection[int] | None, *, narrow: bool) -> None:
-        self._machine, self._gpus, self._narrow = machine, gpus, narrow
-        leaves: tuple[Gpu | Nic, ...] = (*machine.gpus, *machine.nics)
-        self._leaves = {leaf.id: leaf for leaf in leaves}
-        # Each device with a GPU or NIC below it -> the lowest GPU index there.
-        self._first: dict[str, float] = {}
-        for name, leaf in self._leaves.items():
-            index = leaf.index if isinstance(leaf, Gpu) else math.inf
-            for device in (name, *machine.ancestors(name)):
-                self._first[device] = min(self._first.get(device, math.inf), index)
-        self._children: dict[str, list[str]] = {}
-        drawn = (device for device in machine.parents if device in self._first)
-        for device in sorted(drawn, key=self.order):
-            self._children.setdefault(machine.parents[device], []).append(device)
-        self.depth = 1 + max((len(machine.ancestors(leaf)) - 1 for leaf in self._leaves), default=0)
-        self.boxes: dict[str, Box] = {}
-
-    def order(self, device: str) -> tuple[float, int, str]:
-        """Return a key from left to right: by GPU, then by id."""
-        return self._first.get(device, math.inf), len(device), device
-
-    def row_y(self, row: int) -> float:
-        """Return the upper edge of a row below the NUMA nodes', which is row 0."""
-        below = (row - 1) * (_HEIGHTS["bridge"] + _LINK)
-        return _HEIGHTS["numa"] + _LINK + below if row else 0.0
-
-    def place(self, device: str, x: float, top: float, row: int = 0) -> float:
-        """Add the boxes of a device, from `x` on, and of all below it; return the right edge."""
-        before = list(self.boxes)
-        leaf = self._leaves.get(device)
-        if leaf is not None:
-            count = len(self._machine.gpus)
-            roomy = 124.0 if count <= 4 else 92.0 if count <= 8 else 58.0
-            roomy = 40.0 if self._narrow else roomy
-            right = x + (roomy if isinstance(leaf, Gpu) else min(roomy, 58.0))
-        else:
-            right = x - _GAP / 2
-            for child in self._children.get(device, ()):
-                right = self.place(child, right + _GAP, top, row + 1)
-            right += _GAP / 2
-        short = x + _NUMA_LEAST - right if device not in self._machine.parents else 0.0
-        if short > 0:
-            right += short
-            for below in self.boxes.keys() - before:
-                box = self.boxes[below]
-                self.boxes[below] = msgspec.structs.replace(box, x=box.x + short / 2)
-        kind, label, note, title = self._words(device, right - x)
-        self.boxes[device] = Box(
-            kind=kind, x=x, y=top + self.row_y(self.depth if leaf else row),
-            width=right - x, height=_HEIGHTS[kind], label=label, note=note, title=title,
-            faint=kind == "gpu" and self._gpus is not None and index_of(device) not in self._gpus,
-        )  # fmt: skip
-        return right
-
-    def _words(self, device: str, width: float) -> tuple[str, str, str, str]:
-        """Return a device's kind, label, note and title."""
-        leaf = self._leaves.get(device)
-        if isinstance(leaf, Gpu):
-            place = "" if self._narrow else leaf.bus_id.removeprefix("0000:")
-            note = fit_text(place, width - 4, 9.5)
-            return "gpu", leaf.id, note, f"{leaf.id} {leaf.name} {leaf.bus_id}"
-        if isinstance(leaf, Nic):
-            speed = f"{leaf.speed_mbps / 1000:g} Gb/s" if leaf.speed_mbps else "NIC"
-            return "nic", leaf.id, fit_text(speed, width - 4, 9.5), f"{leaf.id} {leaf.name}"
-        for node in self._machine.numa_nodes:
-            if node.id == device:
-                return "numa", f"{node.id} · NUMA node {node.numa_id}", "host memory", ""
-        words = f"PCI bridge {device}"
-        if fit_text(words, width - 8, 11) != words:
-            words = fit_text(device.removeprefix("0000:"), width - 4, 10)
-        return "bridge", words, "", ""
+def _box(machine: Machine, device: str, x: float, width: float, *, narrow: bool) -> Box:
+    """Return the box of a device with its words."""
+    one = next(each for each in machine.devices if each.id == device)
+    kind, label, note, title = "numa", device, "host memory", ""
+    if isinstance(one, Gpu):
+        kind, title = "gpu", f"{one.id} {one.name} {one.bus_id}"
+        note = fit_text("" if narrow else one.bus_id.removeprefix("0000:"), width - 4, 9.5)
+    elif isinstance(one, Nic):
+        kind, title = "nic", f"{one.id} {one.name}"
+        speed = f"{one.speed_mbps / 1000:g} Gb/s" if one.speed_mbps else "NIC"
+        note = fit_text(speed, width - 4, 9.5)
+    elif isinstance(one, NumaNode):
+        label = f"{one.id} · NUMA node {one.numa_id}"
+    else:
+        kind, label, note = "bridge", f"PCI bridge {device}", ""
+        if fit_text(label, width - 8, 11) != label:
+            label = fit_text(device.removeprefix("0000:"), width - 4, 10)
+    height = _HEIGHTS[kind]
+    return Box(kind=kind, x=x, y=0, width=width, height=height, label=label, note=note, title=title)
 
 
 # Lanes: lines below a row of devices that never lie on each other, nor on a label. A line leaves a
@@ -264,7 +259,7 @@ def wires(ends: Sequence[tuple[float, float]], gaps: Sequence[float]) -> list[Wi
     for index in sorted(range(len(ends)), key=lambda i: (abs(ends[i][1] - ends[i][0]), i)):
         low, high = sorted(ends[index])
         near = {at for at, start, end in occupied if start <= high + _SPACE and low <= end + _SPACE}
-        lane = next(number for number in count() if number not in near)
+        lane = next(number for number in itertools.count() if number not in near)
         occupied.append((lane, low, high))
         middle = (low + high) / 2
         inside = [gap for gap in gaps if low < gap < high] or [middle]
@@ -280,17 +275,18 @@ def depth(lanes: Sequence[Wire]) -> float:
 
 
 class NvLinks(msgspec.Struct, frozen=True):
-    """The NVLinks of a machine below its drawing: between GPUs in lanes, to CPUs and switches."""
+    """The NVLinks of a machine below its drawing."""
 
     wires: tuple[tuple[Wire, int], ...]
+    """Between GPUs, each pair once with its number of links."""
     lines: tuple[Stroke, ...]
+    """To CPUs and switches."""
     switches: tuple[Box, ...]
-    top: float
     bottom: float
 
 
 def nvlinks(machine: Machine, layout: Layout) -> NvLinks:
-    """Place the NVLinks of a machine, each pair of GPUs once with its number of links."""
+    """Place the NVLinks of a machine."""
     counts: dict[tuple[str, str], int] = {}
     lines: list[Stroke] = []
     for link in machine.nvlinks:
@@ -301,9 +297,9 @@ def nvlinks(machine: Machine, layout: Layout) -> NvLinks:
         elif box is not None and link.target in machine.ancestors(link.source):
             cpu = layout.boxes[link.target]
             lines.append(Stroke(kind="nvlink", x=box.x + 5, top=cpu.bottom, bottom=box.y))
-    ports = _ports(list(counts), layout)
+    port = {(pair, gpu): _port(pair, gpu, list(counts), layout) for pair in counts for gpu in pair}
     lanes = wires(
-        [(ports[pair, pair[0]], ports[pair, pair[1]]) for pair in counts], layout.gaps("gpu")
+        [(port[pair, pair[0]], port[pair, pair[1]]) for pair in counts], layout.gaps("gpu")
     )
     switches: list[Box] = []
     y = layout.bottom + depth(lanes)
@@ -318,22 +314,17 @@ def nvlinks(machine: Machine, layout: Layout) -> NvLinks:
         switches.append(Box(kind="nvswitch", x=2, y=top, width=width, height=height, label=label))
         y = switches[-1].bottom
     pairs = tuple(zip(lanes, counts.values(), strict=True))
-    start = layout.boxes[machine.gpus[0].id].bottom
-    return NvLinks(pairs, tuple(lines), tuple(switches), start, y)
+    return NvLinks(pairs, tuple(lines), tuple(switches), y)
 
 
-def _ports(
-    pairs: Sequence[tuple[str, str]], layout: Layout
-) -> dict[tuple[tuple[str, str], str], float]:
-    ports = {}
-    for gpu in {end for pair in pairs for end in pair}:
-        of_gpu = [pair for pair in pairs if gpu in pair]
-        of_gpu.sort(key=lambda pair: sum(layout.boxes[end].middle for end in pair))
-        box = layout.boxes[gpu]
-        step = min(9.0, box.width * 0.6 / len(of_gpu))
-        for place, pair in enumerate(of_gpu):
-            ports[pair, gpu] = box.middle + (place - (len(of_gpu) - 1) / 2) * step
-    return ports
+def _port(
+    pair: tuple[str, str], gpu: str, pairs: Sequence[tuple[str, str]], layout: Layout
+) -> float:
+    """Return where the line of a pair leaves a GPU, left of those to GPUs further right."""
+    box, of_gpu = layout.boxes[gpu], [one for one in pairs if gpu in one]
+    of_gpu.sort(key=lambda one: sum(layout.boxes[end].middle for end in one))
+    step = min(9.0, box.width * 0.6 / len(of_gpu))
+    return box.middle + (of_gpu.index(pair) - (len(of_gpu) - 1) / 2) * step
 
 
 def machine_sentence(machine: Machine) -> str:
@@ -345,8 +336,6 @@ def machine_sentence(machine: Machine) -> str:
         "NICs": machine.nics,
         "NVLink switches": machine.nvswitches,
     }
+    counts = ", ".join(f"{kind}: {len(names)}" for kind, names in kinds.items() if names)
     unknown = any(node.socket is None for node in machine.numa_nodes)
-    sockets = " In which sockets the CPUs are is not reported." if unknown else ""
-    return (
-        ", ".join(f"{kind}: {len(names)}" for kind, names in kinds.items() if names) + f".{sockets}"
-    )
+    return f"{counts}." + " In which sockets the CPUs are is not reported." * unknown

@@ -38,8 +38,7 @@ from tccl_py.plan.text import (
 )
 from tccl_py.planning.hardware import limit_sentences
 from tccl_py.report.contents import Contents, heat_maps, viridis
-from tccl_py.report.drawing import NodeView, loaded_view, templates
-from tccl_py.report.hops import drawn_kinds
+from tccl_py.report.drawing import NodeView, node_view, templates
 from tccl_py.report.machine import link_words
 from tccl_py.report.sizes import arm_charts, entry_lines, size_charts
 from tccl_py.report.verification import headline
@@ -80,7 +79,7 @@ def report_html(contents: Contents) -> str:
             # Drawings
             nodes=nodes,
             stand_ins=has_stand_ins(plan),
-            kinds=drawn_kinds([ring for node in nodes for ring in node.rings]),
+            kinds=_kinds(nodes),
             rates=rate_bars(plan, verified.achieved if verified else {}),
             size_notes=list(size_notes(plan)),
             charts=list(size_charts(contents.sizes)),
@@ -162,6 +161,12 @@ def _chosen(plan: Plan) -> dict[str, str]:
     return environment(plan.job_settings) | graph
 
 
+def _kinds(nodes: Sequence[NodeView]) -> set[str]:
+    """Return the kinds of lines in the drawings of rings."""
+    hops = [hop for node in nodes for ring in node.rings for hop in ring.hops]
+    return {hop.kind for hop in hops} | {"write slowest" for hop in hops if hop.slowest}
+
+
 def _node(contents: Contents, number: int) -> NodeView:
     plan = contents.plan
     part, gpus = plan.cluster.classes[number], plan.class_gpus[number]
@@ -172,9 +177,8 @@ def _node(contents: Contents, number: int) -> NodeView:
     hosts |= {""} if len(plan.cluster.classes) == 1 else set()
     numa_nodes = tuple(node.index for node in part.machine.numa_nodes)
     return msgspec.structs.replace(
-        loaded_view(plan, number),
+        node_view(part.machine, plan, number),
         name=part.name if len(plan.cluster.classes) > 1 else "",
-        gpus=gpus,
         maps=heat_maps(journal, gpus, numa_nodes, hosts),
     )
 
