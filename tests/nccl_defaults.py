@@ -6,8 +6,7 @@ from typing import Any
 import msgspec
 
 from tccl_py.model.machine import Knowledge
-from tccl_py.nccl.channel_search import SearchGraph
-from tccl_py.nccl.graph_search import search_ring, search_tree
+from tccl_py.nccl.graph_search import SearchGraph, search_ring, search_tree
 from tccl_py.nccl.settings import Settings, settings_from_environment
 from tccl_py.nccl.transport import final_channels
 from tccl_py.nccl.view import view

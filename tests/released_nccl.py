@@ -21,8 +21,7 @@ import msgspec
 
 from tccl_py.model.machine import Knowledge
 from tccl_py.model.rings import neighbours
-from tccl_py.nccl.channel_search import SearchGraph
-from tccl_py.nccl.graph_search import search_ring, search_tree
+from tccl_py.nccl.graph_search import SearchGraph, search_ring, search_tree
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.system import PathType
 from tccl_py.nccl.transport import TRANSPORTS, final_channels, pair_mechanism

@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 
 from tccl_py.errors import InputError
 from tccl_py.model.machine import Knowledge
-from tccl_py.nccl.graph_file import Channel, parse_graph_file
+from tccl_py.nccl.graph_file import Channel, GraphFaultError, parse_graph_file
 from tccl_py.nccl.graph_writer import GraphRings, graph_xml
 from tccl_py.nccl.validator import validate
 from tccl_py.nccl.versions import known_versions
-from tccl_py.nccl.xml_reader import GraphFaultError
 from tests.nccl_cases import (
     CASES,
     VERDICTS,

@@ -19,8 +19,13 @@ from tccl_py.health.host import DriverState, HostState
 from tccl_py.model.links import JobProof, PairProof
 from tccl_py.nccl import values
 from tccl_py.nccl.asked import AskedJob, JobsProof
-from tccl_py.nccl.communicators import CommunicatorLog, CommunicatorsSpec, RankResult
-from tccl_py.nccl.values import RankProof, prove_values
+from tccl_py.nccl.communicators import (
+    CommunicatorLog,
+    CommunicatorsSpec,
+    RankProof,
+    RankResult,
+    prove_values,
+)
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.results import ProvenLinks
 from tccl_py.planning.proof import CONTROL, Evidence, gather_evidence

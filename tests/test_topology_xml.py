@@ -7,11 +7,11 @@ import pytest
 
 from tccl_py.errors import InputError
 from tccl_py.model.machine import Knowledge, Nic, NvLink, NvSwitch
+from tccl_py.nccl.graph_file import read_elements
 from tccl_py.nccl.graph_search import default_rings
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.versions import version_facts
 from tccl_py.nccl.view import view
-from tccl_py.nccl.xml_reader import read_elements
 from tccl_py.readers.nccl_topology import parse_nccl_topology, read_nccl_topology
 from tccl_py.simulator.descriptions import load_bundled
 from tests.topology_writer import topology_xml

@@ -19,9 +19,11 @@ from tccl_py.model.links import JobProof, LinkVerdict
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.rings import neighbours
 from tccl_py.nccl.communicators import (
+    SIZES,
     CommunicatorLog,
     CommunicatorsSpec,
     Question,
+    RankProof,
     RankResult,
     logged_choices,
     parse_log,
@@ -34,7 +36,6 @@ from tccl_py.nccl.settings import Settings, environment, environment_text, shell
 from tccl_py.nccl.transport import TRANSPORTS, pair_mechanism
 from tccl_py.nccl.tuner import SizeChoice
 from tccl_py.nccl.validator import Verdict, VerdictKind
-from tccl_py.nccl.values import SIZES, RankProof
 from tccl_py.nccl.variables import HOST_VARIABLES
 from tccl_py.nccl.versions import RING
 from tccl_py.nccl.view import NcclView, view

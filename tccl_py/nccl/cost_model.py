@@ -16,8 +16,7 @@ from operator import itemgetter
 
 import msgspec
 
-from tccl_py.nccl.channel_search import SearchGraph, single, total_gbps
-from tccl_py.nccl.graph_search import search_ring, search_tree
+from tccl_py.nccl.graph_search import SearchGraph, search_ring, search_tree, single, total_gbps
 from tccl_py.nccl.system import PathType
 from tccl_py.nccl.transport import final_channels
 from tccl_py.nccl.tuner import (

@@ -13,13 +13,12 @@ from tccl_py.files import says
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.rings import neighbours
 from tccl_py.nccl.connections import swaps_pairs
-from tccl_py.nccl.graph_file import Channel, Graph, parse_graph_file
+from tccl_py.nccl.graph_file import Channel, Graph, GraphFaultError, parse_graph_file
 from tccl_py.nccl.graph_search import search_ring, search_tree
 from tccl_py.nccl.settings import Settings, settings_from_environment
 from tccl_py.nccl.transport import final_channels
 from tccl_py.nccl.versions import ASSUMED, RING, TREE
 from tccl_py.nccl.view import leaves_as_named, net_devices, view
-from tccl_py.nccl.xml_reader import GraphFaultError
 
 VerdictKind = Literal["used", "ignored", "clipped", "rejected", "crash"]
 MAX_NODES = 65_536

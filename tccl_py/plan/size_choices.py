@@ -18,9 +18,8 @@ from tccl_py.errors import size_text, spell
 from tccl_py.files import fill
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.rings import neighbours
-from tccl_py.nccl.channel_search import SearchGraph
 from tccl_py.nccl.cost_model import CostModel, cost_model
-from tccl_py.nccl.graph_search import FALLBACK_GBPS
+from tccl_py.nccl.graph_search import FALLBACK_GBPS, SearchGraph
 from tccl_py.nccl.settings import Settings, environment_text
 from tccl_py.nccl.system import PathType
 from tccl_py.nccl.tuner import COLLECTIVES, SizeChoice
