@@ -22,9 +22,8 @@ from tccl_py.readers.cables import (
     subnet_prefix,
     used_functions,
 )
-from tccl_py.readers.lldp import Neighbour, neighbours
 from tccl_py.readers.switches import parse_switch_yaml
-from tccl_py.readers.sysfs import HostFiles
+from tccl_py.readers.sysfs import HostFiles, Neighbour, neighbours
 from tccl_py.simulator.descriptions import load_bundled
 
 NAMES = "abcdefgh"

@@ -23,7 +23,7 @@ from tccl_py.planning.opening_hosts import (
 )
 from tccl_py.planning.probes import pair_rates
 from tccl_py.planning.request import PlanRequest
-from tccl_py.readers.lldp import Neighbour
+from tccl_py.readers.sysfs import Neighbour
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.sources.bench import Bench

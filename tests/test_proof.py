@@ -17,7 +17,7 @@ from tccl_py.files import encode_json
 from tccl_py.health import proving
 from tccl_py.health.host import DriverState, HostState
 from tccl_py.model.links import JobProof, PairProof
-from tccl_py.nccl import values
+from tccl_py.nccl import communicators as values
 from tccl_py.nccl.asked import AskedJob, JobsProof
 from tccl_py.nccl.communicators import (
     CommunicatorLog,

@@ -30,8 +30,8 @@ from tccl_py.plan.load import check_plan, load_plan
 from tccl_py.planning.cables import failing
 from tccl_py.planning.jobs import as_achieved, plan_of_job
 from tccl_py.planning.planner import make_cluster_plan
+from tccl_py.readers.cables import rails_by_name, rails_of_subnets
 from tccl_py.readers.hosts import HostSlots
-from tccl_py.readers.rails import rails_by_name, rails_of_subnets
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.source import Simulator

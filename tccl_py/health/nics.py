@@ -21,8 +21,7 @@ from tccl_py.health.host import (
 )
 from tccl_py.health.pci import link_defects
 from tccl_py.nccl.variables import NameList
-from tccl_py.readers.lldp import neighbours
-from tccl_py.readers.sysfs import PREFIX_BITS, PREFIX_VARIABLE, RdmaPort, rdma_ports
+from tccl_py.readers.sysfs import PREFIX_BITS, PREFIX_VARIABLE, RdmaPort, neighbours, rdma_ports
 
 _MTU = 9000
 _PORT = re.compile(r"np?([0-9]+)$", re.ASCII)

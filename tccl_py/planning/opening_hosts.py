@@ -52,11 +52,12 @@ from tccl_py.readers.cables import (
     cables_of_subnets,
     check_no_cables,
     doubts_of_addresses,
+    rails_by_name,
+    rails_of_subnets,
     subnet_prefix,
     used_functions,
 )
 from tccl_py.readers.hosts import HostSlots, listed_hosts
-from tccl_py.readers.rails import rails_by_name, rails_of_subnets
 from tccl_py.readers.switches import read_switches
 from tccl_py.search.problem import Reporter
 from tccl_py.search.strategies import STRATEGIES

@@ -1,4 +1,6 @@
-"""Cables between hosts, of the YAML form of `tccl_py.readers.switches`.
+"""Which NICs of hosts reach each other: cables between hosts, and rails of unlike hosts.
+
+Both have a part of the YAML form of `tccl_py.readers.switches`:
 
     ports:                                # the functions of a port, the same on all hosts; optional
       p0: [rocep1s0f0, roceP2p1s0f0]
@@ -8,8 +10,14 @@
       - [node2:p0, node3:p1]
       - [node3:p0, node1:p1]
 
-Function n of one end reaches function n of the other, and nothing else. The file may have hosts
-outside the job.
+    rails:                                # the NICs on each rail: NIC on all hosts, or HOST:NIC
+      first: [mlx5_0]
+      second: [node1:mlx5_3, node2:mlx5_1]
+
+Function n of one end of a cable reaches function n of the other, and nothing else. The file may
+have hosts outside the job. Rails are numbered in their order, and a NIC that no rail has is on one
+of its own. Subnets of NICs tell cables and rails too: NCCL finds by them which NICs reach each
+other.
 """
 
 from __future__ import annotations
@@ -24,8 +32,7 @@ import msgspec
 from tccl_py.errors import InputError, require
 from tccl_py.model.cluster import Cable, CableEnd, cabled_nics, check_host_name, shown
 from tccl_py.model.machine import Machine
-from tccl_py.readers.lldp import Neighbour
-from tccl_py.readers.sysfs import PREFIX_BITS
+from tccl_py.readers.sysfs import PREFIX_BITS, Neighbour
 
 MAX_CABLED = 64
 """Hosts of one ring along cables."""
@@ -140,7 +147,7 @@ def _nics(ports: Ports, host: str, port: str, machine: Machine, place: str) -> t
     return nics
 
 
-# Cables as the addresses of NICs tell: NCCL finds by subnets which NICs reach each other.
+# Cables as the addresses of NICs tell.
 
 
 Addresses = Mapping[str, Mapping[int, str]]
@@ -307,3 +314,67 @@ def subnet_prefix(cables: Sequence[Cable], addresses: Addresses, *, where: str) 
 def _interface(text: str) -> IPv4Interface | None:
     """Return an IPv4 address with its network; None for any other text."""
     return IPv4Interface(text) if "." in text else None
+
+
+# Rails.
+
+
+Rails = Mapping[str, Sequence[str]]
+"""The NICs of each rail by the rail's name, as in a file."""
+
+
+def rails_by_name(
+    rails: Rails, machines: Mapping[str, Machine], *, where: str
+) -> dict[str, tuple[int, ...]]:
+    """Return the rail of each NIC by host.
+
+    Raises InputError: a name that no host has, a NIC on two rails, or two of a host on one.
+    """
+    unknown = {(rail, name) for rail, names in rails.items() for name in names}
+    numbers = {}
+    for host, machine in machines.items():
+        of_nic: dict[int, str] = {}
+        for nic in machine.nics:
+            mine = {f"{host}:{name}" for name in (nic.name, nic.id)} | {nic.name, nic.id}
+            for rail, names in rails.items():
+                place = f"{where} rails.{rail}"
+                if not (found := mine.intersection(names)):
+                    continue
+                unknown -= {(rail, name) for name in found}
+                other = of_nic.get(nic.index, rail)
+                fault = f"has {shown(nic.name)} of {host}, which rail {other} has"
+                require(other == rail, place, fault, "a NIC is on one rail")
+                fault = f"has two NICs of {host}"
+                require(rail not in of_nic.values(), place, fault, "a host has one NIC on a rail")
+                of_nic[nic.index] = rail
+        numbers[host] = _numbered(machine, {n: list(rails).index(of_nic[n]) for n in of_nic})
+    rail, name = min(unknown, default=("", ""))
+    fault = f"names {shown(name)}, which no host of the job has"
+    right = "a NIC is named as in NCCL_IB_HCA, without the port"
+    require(not unknown, f"{where} rails.{rail}", fault, right)
+    return numbers
+
+
+def rails_of_subnets(
+    addresses: Addresses, machines: Mapping[str, Machine]
+) -> dict[str, tuple[int, ...]]:
+    """Return the rail of each NIC by host, where each rail is a subnet; {} if subnets tell none.
+
+    They tell none where a host has two NICs in a subnet, or a subnet has some of the hosts alone,
+    as where routers join subnets.
+    """
+    subnets = list(_by_subnet(addresses).values())
+    joined = [on for on in subnets if len(on) > 1]
+    several = any(len(nics) > 1 for on in subnets for nics in on.values())
+    if several or not joined or any(on.keys() != machines.keys() for on in joined):
+        return {}
+    rails = sorted(joined, key=lambda on: min(on.values()))
+    return {
+        host: _numbered(machine, {on[host][0]: rail for rail, on in enumerate(rails)})
+        for host, machine in machines.items()
+    }
+
+
+def _numbered(machine: Machine, on: Mapping[int, int]) -> tuple[int, ...]:
+    """Return the rail of each NIC; those without one get numbers that no rail has."""
+    return tuple(on.get(nic.index, 1000 + nic.index) for nic in machine.nics)

@@ -14,7 +14,7 @@ The YAML form:
           - name: leaf9
             hosts: node9        # a single host needs no list
     rails: any                  # or only: NIC i of a host reaches NIC i of any host, no other NIC;
-                                # or NICs by rail (tccl_py.readers.rails)
+                                # or NICs by rail (tccl_py.readers.cables)
 
 SLURM's own topology.yaml is read as well: of its topologies the default one, or the only one, which
 must be a tree.

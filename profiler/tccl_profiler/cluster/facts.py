@@ -21,8 +21,7 @@ from tccl_py.files import pick
 from tccl_py.model.machine import Fingerprint, Knowledge, Machine, Nic
 from tccl_py.nccl_library import installed_nccl
 from tccl_py.readers import live
-from tccl_py.readers.lldp import Neighbour, neighbours
-from tccl_py.readers.sysfs import HostFiles, network_ports
+from tccl_py.readers.sysfs import HostFiles, Neighbour, neighbours, network_ports
 
 FILES = HostFiles()
 PROC = Path("/proc")
