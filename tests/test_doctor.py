@@ -10,9 +10,9 @@ import pytest
 
 from tccl_profiler.watch import GpuConditions
 from tccl_py.files import encode_json
+from tccl_py.health.checks import acs_control
 from tccl_py.health.doctor import examine
 from tccl_py.health.host import DriverState, HostState, rules
-from tccl_py.health.pci import acs_control
 from tccl_py.model.machine import PeerAccess
 from tccl_py.nccl.settings import environment as environment_of
 from tccl_py.nccl_library import InstalledNccl

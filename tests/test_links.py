@@ -6,9 +6,9 @@ from pathlib import Path
 
 import msgspec
 
+from tccl_py.health.checks import device_errors
 from tccl_py.health.host import DriverState, HostState
-from tccl_py.health.links import judge_links, pcie_p2p_may_harm
-from tccl_py.health.pci import device_errors
+from tccl_py.health.proving import judge_links, pcie_p2p_may_harm
 from tccl_py.model.links import JobProof, PairProof
 from tccl_py.model.machine import Gpu, Knowledge, Machine, NumaNode, PciBridge, PeerAccess
 from tccl_py.nccl.settings import settings_from_environment

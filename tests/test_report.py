@@ -14,8 +14,8 @@ from tccl_py.experiments.target import target_of
 from tccl_py.experiments.verify import verify_target
 from tccl_py.explanation.findings import Explanation, Finding, RingExplanation
 from tccl_py.explanation.paths import Paths
+from tccl_py.health.checks import links_now
 from tccl_py.health.host import HostState
-from tccl_py.health.pci import links_now
 from tccl_py.model.machine import Fingerprint, Knowledge, NvLink, PciLink, check
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.rings import bounce

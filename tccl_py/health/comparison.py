@@ -19,7 +19,7 @@ from msgspec import UNSET, UnsetType
 
 from tccl_py.errors import InputError, require, spell
 from tccl_py.files import read_bytes, says
-from tccl_py.health.checks import limit_of, shared_memory_size
+from tccl_py.health.checks import limit_of, redirecting_ports, shared_memory_size, translating
 from tccl_py.health.host import (
     SEVERITIES,
     HostState,
@@ -31,7 +31,6 @@ from tccl_py.health.host import (
     valid_text,
 )
 from tccl_py.health.nics import port_name
-from tccl_py.health.pci import redirecting_ports, translating
 from tccl_py.model.links import DoctorReport
 from tccl_py.nccl.variables import HOST_VARIABLES
 from tccl_py.readers.sysfs import rdma_ports

@@ -16,13 +16,20 @@ import msgspec
 
 from tccl_py.errors import InputError, MeasurementError, spell
 from tccl_py.health.checks import (
+    check_acs,
+    check_bar1,
     check_container,
+    check_errors,
     check_gpus,
+    check_hardware,
+    check_iommu,
     check_limits,
+    check_links,
     check_numa,
     check_peers,
     check_shared_memory,
     check_virtual,
+    error_counts,
 )
 from tccl_py.health.comparison import facts_of
 from tccl_py.health.host import (
@@ -40,15 +47,6 @@ from tccl_py.health.host import (
     rules,
 )
 from tccl_py.health.nics import check_network, check_nics
-from tccl_py.health.pci import (
-    check_acs,
-    check_bar1,
-    check_errors,
-    check_hardware,
-    check_iommu,
-    check_links,
-    error_counts,
-)
 from tccl_py.health.plugin import check_plugin
 from tccl_py.health.variables import check_settings
 from tccl_py.model.links import Proof, ProofVerdict

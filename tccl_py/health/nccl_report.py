@@ -27,12 +27,11 @@ from tccl_py.model.machine import (
     PciLink,
     check,
 )
-from tccl_py.nccl.communicators import LoggedConnection, parse_log
+from tccl_py.nccl.communicators import CHOICE, VERSION, LoggedConnection, parse_log
 from tccl_py.nccl.versions import pci_gbps
 from tccl_py.workloads.nccl_log import COMMUNICATOR, is_torn
 
 _NCCL = re.compile(r"NCCL (?:INFO|WARN|version \d)")
-_VERSION = re.compile(r"NCCL version (\d{1,3}\.\d{1,3}\.\d{1,3})", re.ASCII)
 _SET = re.compile(r"(NCCL_[A-Z0-9_]{1,60}) set by (?P<by>environment|\S{1,200}) to (\S{1,200})")
 _SYSTEM = re.compile(r"NCCL INFO === System")
 _NODE = re.compile(
@@ -43,12 +42,6 @@ _NODE = re.compile(
 )
 _PATTERN = re.compile(r"Could not find a path for pattern (\d), falling back to simple order")
 _TREE = re.compile(r"NCCL INFO (?:Trees \[|Connected all trees)")
-_CHOICE = re.compile(
-    r"NCCL INFO (?P<collective>\w{1,20}): (?P<bytes>\d{1,16}) Bytes -> "
-    r"Algo (?P<algorithm>\w{1,16}) proto (?P<protocol>\w{1,16})"
-    r"(?: channel\{Lo\.\.Hi\}=\{(?P<first>\d{1,3})\.\.(?P<last>\d{1,3})\})?",
-    re.ASCII,
-)
 _NETWORK = re.compile(r"NCCL INFO Using network (\S[^\n]{0,60})")
 _PLUGIN = re.compile(
     r"NCCL INFO (?:(?P<kind>NET|TUNER|ENV|PROFILER)/Plugin ?:? ?(?:Loaded|Using|Successfully)"
@@ -167,7 +160,7 @@ def read_report(text: str) -> LogReport:
         match[1]: Variable(name=match[1], value=match[3].rstrip("."), by=match["by"])
         for match in _SET.finditer(joined)
     }
-    version = _VERSION.search(joined)
+    version = VERSION.search(joined)
     network = _NETWORK.search(joined)
     plugins = (f"{m['kind'] or m['whose']} {m['name']}".strip() for m in _PLUGIN.finditer(joined))
     warnings = dict.fromkeys(match["text"].strip() for match in _WARN.finditer(joined))
@@ -252,7 +245,7 @@ def _hops(rings: Sequence[Ring], connections: Sequence[LoggedConnection]) -> tup
 def _choices(text: str) -> Iterator[LoggedChoice]:
     """Yield NCCL's choices by size, each once; older releases write numbers."""
     seen = set()
-    for match in _CHOICE.finditer(text):
+    for match in CHOICE.finditer(text):
         algorithm, protocol = match["algorithm"], match["protocol"]
         with suppress(ValueError, IndexError):
             algorithm = _ALGORITHMS[int(algorithm)]
@@ -260,7 +253,7 @@ def _choices(text: str) -> Iterator[LoggedChoice]:
             protocol = _PROTOCOLS[int(protocol)]
         channels = int(match["last"]) - int(match["first"]) + 1 if match["last"] else None
         choice = LoggedChoice(
-            collective=match["collective"],
+            collective=match["name"],
             bytes=int(match["bytes"]),
             algorithm=algorithm,
             protocol=protocol,
@@ -290,13 +283,9 @@ def _machine(lines: Sequence[str]) -> tuple[Machine | None, dict[str, float], di
                 break
             nodes.append(match)
         with suppress(InputError, ValueError, msgspec.ValidationError):
-            return (*_build(nodes), _nets(nodes))
+            nets = (node for node in nodes if node["kind"] == node["link"] == "NET")
+            return (*_build(nodes), {f"NET/{node['id']}": float(node["gbps"]) for node in nets})
     return None, {}, {}
-
-
-def _nets(nodes: Sequence[re.Match[str]]) -> dict[str, float]:
-    nets = (node for node in nodes if node["kind"] == "NET" and node["link"] == "NET")
-    return {f"NET/{node['id']}": float(node["gbps"]) for node in nets}
 
 
 def _build(nodes: Sequence[re.Match[str]]) -> tuple[Machine, dict[str, float]]:
@@ -325,7 +314,8 @@ def _build(nodes: Sequence[re.Match[str]]) -> tuple[Machine, dict[str, float]]:
         elif kind in ("PCI", "GPU") and node["link"] == "PCI" and above:
             parent, least = above[-1][1], min(above[-1][2], gbps)
             bus_id = _bus_id(node["id"].split("-")[-1])
-            link = _link(gbps)
+            # The link of most lanes that NCCL counts so.
+            link = max(_links_of(gbps), key=lambda link: link.width or 0, default=PciLink())
             if kind == "PCI":
                 bridges.append(PciBridge(bus_id=bus_id, parent=parent, link=link))
                 above.append((depth, bus_id, least, kind))
@@ -364,11 +354,6 @@ def _bus_id(text: str) -> str:
     """
     digits = f"{int(text, 16):09x}"
     return f"{digits[:-5]:0>4}:{digits[-5:-3]}:{digits[-3:-1]}.{int(digits[-1], 16) % 8}"
-
-
-def _link(gbps: float) -> PciLink:
-    """Return the link of most lanes that NCCL counts so."""
-    return max(_links_of(gbps), key=lambda link: link.width or 0, default=PciLink())
 
 
 def _links_of(gbps: float) -> list[PciLink]:

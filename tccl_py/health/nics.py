@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from tccl_py.health.checks import link_defects
 from tccl_py.health.host import (
     Defect,
     HostState,
@@ -19,7 +20,6 @@ from tccl_py.health.host import (
     list_names,
     rules,
 )
-from tccl_py.health.pci import link_defects
 from tccl_py.nccl.variables import NameList
 from tccl_py.readers.sysfs import PREFIX_BITS, PREFIX_VARIABLE, RdmaPort, neighbours, rdma_ports
 

@@ -5,28 +5,29 @@ communicators over exactly its GPUs. They load NCCL's plugin, which gives each c
 and set the variables that it needs, or set the plan's settings. The record is in the user's state
 directory (XDG_STATE_HOME, else .local/state in the home of the password database, whatever HOME
 says).
+
+The plugin relies on some things that NCCL does not promise, and finds most failures at run time. A
+trial with an NCCL newer than those known sees them before a job does, in NCCL's log: over a set of
+GPUs that the plan gives something, over one that it does not, over the largest set, and over the
+first one again.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import combinations
 from pathlib import Path
 
 import msgspec
 from msgspec.structs import replace
 
 from tccl_py.delivery.fit import why_elsewhere
-from tccl_py.delivery.job import (
-    Delivery,
-    JobRequest,
-    Say,
-    deliver_to_host,
-    planned_or_installed,
-)
+from tccl_py.delivery.job import Delivery, JobRequest, Say, deliver_to_host, planned_or_installed
 from tccl_py.delivery.plugin import PLUGIN_VARIABLE, check_trusted, plugin_exports, why_closed
-from tccl_py.errors import InputError, TcclError
+from tccl_py.errors import InputError, MeasurementError, TcclError
 from tccl_py.experiments.record import Verification, why_not_verified
 from tccl_py.files import (
     check_path,
@@ -49,15 +50,18 @@ from tccl_py.installation.blocks import (
     with_block,
     without_block,
 )
-from tccl_py.installation.trial import try_plugin
+from tccl_py.nccl.asked import rank_environment, read_answer, run_questions, verdict_on
+from tccl_py.nccl.communicators import CommunicatorLog, Question
+from tccl_py.nccl.plugin.index import INDEX_VARIABLE, Indexed, read_index
 from tccl_py.nccl.settings import GRAPH_VARIABLE, env_conflicts
-from tccl_py.nccl.versions import ASSUMED, why_no_plugin
+from tccl_py.nccl.versions import ASSUMED, NEWER_VARIABLE, why_no_plugin
 from tccl_py.nccl_conf import conf_lines, passwd_home, user_file
 from tccl_py.plan.machine_files import conf_text
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import plan_in
 from tccl_py.plan.staging import PLAN_FILE, check_files
 from tccl_py.plan.text import why_not_default
+from tccl_py.planning.installed_nccl import why_not_asked
 
 FORMAT_VERSION = 2
 RECORD_FILE = "installed.json"
@@ -261,3 +265,59 @@ def _save_record(files: Sequence[str], directory: Path) -> None:
         return
     with explain_errors(directory, "cannot be written", "make it writable"):
         (directory / RECORD_FILE).unlink(missing_ok=True)
+
+
+# The plugin's trial with a later NCCL.
+
+
+_READ = re.compile(r"(NCCL_[A-Z0-9_]{1,59}) set by environment to (\S{1,200}?)\.?$", re.MULTILINE)
+
+
+def try_plugin(variables: Mapping[str, str], nccl: str) -> str:
+    """Try the plugin that these variables load, with the installed NCCL; return its version.
+
+    Raises MeasurementError: a check fails, or the trial cannot be made here.
+    """
+    if INDEX_VARIABLE not in variables:
+        raise MeasurementError("a job over several hosts cannot be tried on one")
+    index = read_index(Path(variables[INDEX_VARIABLE]))
+    if not index.sets or (why := why_not_asked(index.gpus)):
+        raise MeasurementError(why if index.sets else "the plan gives no set of GPUs anything")
+    questions = [Question(gpus=gpus) for gpus in communicators(index)]
+    environment = rank_environment({**variables, NEWER_VARIABLE: nccl}, connect=False)
+    version, logs = run_questions(environment, questions)
+    for question, of_ranks in zip(questions, logs, strict=True):
+        for why in complaints(index, question, of_ranks, version):
+            gpus = ",".join(map(str, question.gpus))
+            raise MeasurementError(f"in a communicator over GPUs {gpus} {why}")
+    return version
+
+
+def communicators(index: Indexed) -> list[tuple[int, ...]]:
+    """Return the GPUs of the communicators of a trial, in order."""
+    by_size = sorted(index.sets, key=len)
+    others = (pair for pair in combinations(index.gpus, 2) if pair not in index.sets)
+    return [by_size[0], *list(others)[:1], by_size[-1], by_size[0]]
+
+
+def complaints(
+    index: Indexed, question: Question, logs: Sequence[CommunicatorLog], version: str
+) -> Iterator[str]:
+    """Yield what a communicator got otherwise than planned, as clauses."""
+    gpus, file = question.gpus, index.sets.get(question.gpus, "")
+    named = {"": "default NCCL: ", "-": "variables of "}.get(file, f"graph file {file} of ")
+    given = index.given if file else {}
+    for rank, log in enumerate(log.log for log in logs):
+        if f"tccl: rank {rank} of {len(gpus)}: {named}" not in log:
+            said = re.search(r"tccl: .{1,200}", log)
+            yield f"the plugin says '{said[0] if said else ''}', and not '{named.rstrip(': ')}'"
+        read = {name: value for name, value in _READ.findall(log) if name in index.given}
+        if read != given:
+            yield f"NCCL reads {read or 'no variables'}, and not {given or 'none'}"
+        if (": tuned by " in log) != (gpus in index.tuned):
+            yield f"NCCL asks {'the' if gpus not in index.tuned else 'no'} tuner"
+    answer = read_answer(question, logs, version)
+    if file not in ("", "-"):
+        verdict = verdict_on(answer, read_text(index.folder / file), where=file)
+        if verdict.verdict != "used":
+            yield verdict.reason

@@ -188,13 +188,14 @@ _LINK = re.compile(
     r"(?: \[(?:send|receive)\])? via (?P<via>\S+)",
     re.ASCII,
 )
-_CHOICE = re.compile(
+CHOICE = re.compile(
     r"NCCL INFO (?P<name>\w{1,16}): (?P<bytes>\d{1,16}) Bytes -> Algo (?P<algorithm>\w{1,16}) "
     r"proto (?P<protocol>\w{1,16}) "
-    r"channel\{Lo\.\.Hi\}=\{(?P<first>\d{1,3})\.\.(?P<last>\d{1,3})\}",
+    r"(?:channel\{Lo\.\.Hi\}=\{(?P<first>\d{1,3})\.\.(?P<last>\d{1,3})\})?",
     re.ASCII,
 )
-_VERSION = re.compile(r"NCCL version (?P<version>\d{1,3}\.\d{1,3}\.\d{1,3})", re.ASCII)
+"""NCCL's choice for a collective; releases before 2.28 write numbers, and no channels."""
+VERSION = re.compile(r"NCCL version (?P<version>\d{1,3}\.\d{1,3}\.\d{1,3})", re.ASCII)
 MAX_LOG_CHARACTERS = 512 * 1024 * 1024
 
 
@@ -421,7 +422,7 @@ def parse_log(text: str, *, where: str) -> InitLog:
     """
     right = f"at most {MAX_LOG_CHARACTERS} characters"
     require(len(text) <= MAX_LOG_CHARACTERS, where, "is too large", right)
-    version = _VERSION.search(text)
+    version = VERSION.search(text)
     begun: list[tuple[int, list[tuple[int, ...]]]] = []
     connections = set()
     for number, line in enumerate(text.splitlines(), start=1):
@@ -448,7 +449,7 @@ def parse_log(text: str, *, where: str) -> InitLog:
 
 def logged_choices(question: Question, log: str) -> tuple[SizeChoice, ...]:
     """Return NCCL's choices for a question, of rank 0's log; MeasurementError: it has others."""
-    found = list(_CHOICE.finditer(log))
+    found = [match for match in CHOICE.finditer(log) if match["last"]]
     expected = [(_nccl_name(name), str(count)) for name, _, count in question.calls]
     if question.proof is not None:
         # Collectives whose values are compared come before.

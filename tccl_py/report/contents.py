@@ -18,8 +18,8 @@ from tccl_py.errors import InputError
 from tccl_py.experiments.record import Verification
 from tccl_py.experiments.sizes import SizeTuning, load_sizes
 from tccl_py.explanation.findings import Explanation
+from tccl_py.health.checks import links_now
 from tccl_py.health.host import HostState
-from tccl_py.health.pci import links_now
 from tccl_py.model.machine import PciLink
 from tccl_py.model.measurement import JOURNAL_FILE, Measurement
 from tccl_py.model.rings import bounce

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from tccl_py.delivery.plugin import plugin_exports
-from tccl_py.installation.trial import communicators, try_plugin
+from tccl_py.installation.install import communicators, try_plugin
 from tccl_py.nccl.plugin.index import read_index
 from tccl_py.plan.retuning import retune
 from tests.gpu.ranks import REAL, torch_nccl

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tccl_py.errors import MeasurementError
-from tccl_py.installation import trial
+from tccl_py.installation import install as trial
 from tccl_py.nccl.communicators import CommunicatorLog
 from tccl_py.nccl.plugin.index import INDEX_VARIABLE
 from tccl_py.nccl.settings import Settings
