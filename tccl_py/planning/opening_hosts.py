@@ -397,8 +397,7 @@ def _cluster(
         on_rails = rails_of_subnets(addresses or {}, machines) if rails == "only" else {}
         if network.rail_nics:
             on_rails = rails_by_name(network.rail_nics, machines, where=str(switches))
-        if on_rails:
-            cluster = with_rails(cluster, on_rails)
+        cluster = with_rails(cluster, on_rails) if on_rails else cluster
         cables = cables_of(network.ports, machines)
         subnet_prefix(cables, addresses or {}, where=str(switches))
     cables = used_functions(cables, addresses or {})
