@@ -8,7 +8,7 @@ from tccl_py.delivery.fit import differences
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.experiments.preflight import Preflight
 from tccl_py.explanation.paths import Paths
-from tccl_py.health import remeasuring
+from tccl_py.health import drift as module
 from tccl_py.health.drift import (
     Comparison,
     Drift,
@@ -317,10 +317,10 @@ def test_a_class_of_hosts_without_time_hides_no_drift_of_another(monkeypatch):
             raise answer
         return answer
 
-    monkeypatch.setattr(remeasuring, "find_drift", find)
-    monkeypatch.setattr(remeasuring, "HostsSource", object)
-    monkeypatch.setattr(remeasuring, "class_sources", lambda *_: [None, None])
-    again = remeasuring.Remeasuring(plan, None, [{}, {}], (), extends=False)
+    monkeypatch.setattr(module, "find_drift", find)
+    monkeypatch.setattr(module, "HostsSource", object)
+    monkeypatch.setattr(module, "class_sources", lambda *_: [None, None])
+    again = module.Remeasuring(plan, None, [{}, {}], (), extends=False)
     with pytest.raises(TooShortError) as caught:
         again.drift(Effort())
     drift = caught.value.drift

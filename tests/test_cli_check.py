@@ -33,10 +33,6 @@ from tests.test_preflight import Host, jobs
 from tests.verified import changed, dry_run
 
 NAME = "intel-v100"
-KEYS = [
-    "machine", "drifted", "sets_compared", "false_alarm_rate", "changes", "points_to", "lost",
-    "skipped", "seconds", "simulated", "dry_run",
-]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -265,7 +261,7 @@ def test_a_class_of_hosts_without_time_is_no_pass_of_a_preflight_where_another_b
     def drift(*_):
         raise short
 
-    monkeypatch.setattr("tccl_py.health.remeasuring.Remeasuring.drift", drift)
+    monkeypatch.setattr("tccl_py.health.drift.Remeasuring.drift", drift)
     passed = tccl("check", directory, "--preflight")
     assert (passed.exit_code, passed.stdout) == (2, "")
     assert tccl("check", directory).exit_code == 1
@@ -277,8 +273,7 @@ PATTERN = parse_set("G0->G0->G2{blocks=7} G1->G1->G3{blocks=7}")
 @pytest.fixture
 def lacking(verified, monkeypatch):
     """A plan whose journal lacks a pattern of writes above a switch."""
-    for module in ("health.drift", "health.remeasuring"):
-        monkeypatch.setattr(f"tccl_py.{module}.collapse_patterns", lambda *_, **__: iter([PATTERN]))
+    monkeypatch.setattr("tccl_py.health.drift.collapse_patterns", lambda *_, **__: iter([PATTERN]))
     return verified[0]
 
 

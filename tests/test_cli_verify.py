@@ -19,11 +19,6 @@ from tests.test_json_page import same_keys
 from tests.verified import FakeJobs, Interrupting, by_plan, by_variables, changed, without_gpus
 
 NAME = "intel-v100"
-KEYS = [
-    "machine", "accepted", "winner", "recommended", "chosen", "arms", "workload", "trade_offs",
-    "simulated", "dry_run", "tried", "rounds", "seconds", "hosts", "backend", "collective",
-    "devices", "versions", "notices", "default_fails", "tunings",
-]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

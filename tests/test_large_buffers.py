@@ -24,7 +24,7 @@ from tests.commands import tccl
 from tests.fakes import scaled
 from tests.nccl_cases import machine
 from tests.planned import PCIE, SMALL, as_only, replace_plan
-from tests.verified import FakeJobs, changed, dry_run, run_verification
+from tests.verified import FakeJobs, changed, dry_run, run_verification, verify_by
 
 KIB, MIB = 1 << 10, 1 << 20
 NO_P2P = {"NCCL_P2P_DISABLE": "1"}
@@ -234,5 +234,5 @@ def test_a_graph_file_is_compared_beside_large_buffers_only_where_it_promises_mo
     made = replace_plan(plan, rate_gbps=rate, bound_gbps=None, proven=False, winner=winner)
     write_plan(made, tmp_path, models=as_only(load_bundled(SMALL)))
     jobs = FakeJobs(lambda size, environment: 1e-4)
-    found = run_verification(made, tmp_path, dry_run(made, jobs), RunBudget(sizes=(4096,)))
+    found = verify_by(made, tmp_path, jobs, sizes=(4096,))
     assert ("graph" in [arm.name for arm in found.arms]) == (gain > 1)

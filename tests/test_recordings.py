@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tccl_py.errors import InputError
-from tccl_py.workloads.assembly import steady_run, workload_of
 from tccl_py.workloads.nccl_log import read_nccl_logs
 from tccl_py.workloads.recording import GRAPHS
-from tccl_py.workloads.sources import open_workload
+from tccl_py.workloads.sources import open_workload, steady_run, workload_of
 from tests.recorded_ranks import MADE, RankLog, calls_of
 
 

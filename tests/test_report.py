@@ -45,7 +45,7 @@ from tests.effort import calls_at_most
 from tests.planned import ASUS, PCIE, SMALL, WRX
 from tests.report_pages import EVIL, PLANS, Page, all_singles_and_pairs, plan_directory, renamed
 from tests.toy import toy_machine
-from tests.verified import FakeJobs, by_plan, dry_run, run_verification
+from tests.verified import FakeJobs, by_plan, dry_run, verify_by
 
 MACHINES = sorted(path.stem for path in PLANS.glob("*.json"))
 
@@ -362,7 +362,7 @@ def test_achieved_rates_are_shown_where_they_were_verified(tmp_path):
     assert "graph file, achieved" not in page_of(place).words
     jobs = FakeJobs(by_plan(lambda _: 1.0))
     plan = load_plan(place)
-    found = run_verification(plan, place, dry_run(plan, jobs), RunBudget(sizes=(4096,)))
+    found = verify_by(plan, place, jobs, sizes=(4096,))
     found.keep(place)
     assert "verify.json is left out" in page_of(place).words
     default, graph = (
@@ -389,7 +389,7 @@ def test_achieved_rates_are_shown_where_they_were_verified(tmp_path):
 def test_findings_that_do_not_fit_together_are_left_out_with_the_reason(tmp_path):
     place = plan_directory(tmp_path / "plan", SMALL)
     plan, jobs = load_plan(place), FakeJobs(by_plan(lambda _: 1.0))
-    found = run_verification(plan, place, dry_run(plan, jobs), RunBudget(sizes=(4096, 1 << 26)))
+    found = verify_by(plan, place, jobs, sizes=(4096, 1 << 26))
     default, graph = found.arms
     row, *others = graph.rows
     negative, untimed = structs.replace(row, bytes=-1), "has rows without times or devices"

@@ -51,6 +51,7 @@ from tests.verified import (
     dry_run,
     rings_in_log,
     run_verification,
+    verify_by,
 )
 
 LOG = Path(__file__).parent / "cases" / "nccl-logs" / "h200x2-plan-2.28.9.log"
@@ -185,8 +186,7 @@ def test_rounds_are_palindromes_whose_start_rotates(arms):
 
 def test_a_faster_plan_is_accepted_with_its_evidence(plan, place):
     jobs = FakeJobs(by_plan(lambda size: 1.2 if size >= 1 << 20 else 1.0))
-    effort = RunBudget()
-    found = run_verification(plan, place, dry_run(plan, jobs), effort, choice="graph")
+    found = verify_by(plan, place, jobs, choice="graph")
     default, graph = found.arms
     assert (found.winner, found.accepted) == ("graph", True)
     assert found.objections(graph) == ()
@@ -205,7 +205,7 @@ def test_a_faster_plan_is_accepted_with_its_evidence(plan, place):
 
 
 def test_arms_differ_by_the_plans_variables_alone(boxed, box, three):
-    found = run_verification(boxed, box, dry_run(boxed, three), RunBudget(sizes=(4096,)))
+    found = verify_by(boxed, box, three, sizes=(4096,))
     arms = {
         letter: one.variables
         for letter, one in zip("ABC", read_target(boxed, box).arms, strict=True)
@@ -223,7 +223,7 @@ def test_arms_differ_by_the_plans_variables_alone(boxed, box, three):
 
 
 def test_three_arms_run_in_every_round_and_equal_environments_are_one_arm(boxed, box, three, plan):
-    found = run_verification(boxed, box, dry_run(boxed, three), RunBudget(sizes=(4096,)))
+    found = verify_by(boxed, box, three, sizes=(4096,))
     assert [one.name for one in found.arms] == ["default", "variables", "graph"]
     # And default NCCL once more, beside itself.
     assert found.order.startswith("ABCDDCBABCDAADCB")
@@ -234,7 +234,7 @@ def test_three_arms_run_in_every_round_and_equal_environments_are_one_arm(boxed,
     write_plan(plan, place, models=as_only(load_bundled(SMALL)))
     assert [one.name for one in read_target(plan, place).arms] == ["default", "graph"]
     with pytest.raises(InputError, match="`choice` variables"):
-        run_verification(plan, place, dry_run(plan, three), RunBudget(), choice="variables")
+        verify_by(plan, place, three, choice="variables")
 
 
 @pytest.mark.parametrize(
@@ -253,8 +253,7 @@ def test_the_winner_is_the_smallest_choice_that_is_as_good_as_the_best_and_other
     boxed, box, variables, graph, winner, accepted
 ):
     fake = FakeJobs(by_plan(lambda _: graph, variables=lambda _: variables), noise=0.001)
-    effort = RunBudget(sizes=(4096, 64 << 20))
-    found = run_verification(boxed, box, dry_run(boxed, fake), effort)
+    found = verify_by(boxed, box, fake, sizes=(4096, 64 << 20))
     assert found.winner == winner
     assert (found.recommended, found.chosen) == ("variables", "variables")
     assert found.accepted == accepted
@@ -268,7 +267,7 @@ def test_the_winner_is_the_smallest_choice_that_is_as_good_as_the_best_and_other
 def test_a_limit_and_a_bound_that_jobs_contradict_are_taken_back(boxed, box, graph, kept):
     fake = FakeJobs(by_plan(lambda _: graph, variables=lambda _: 1.3), noise=0.001)
     target = read_target(boxed, box)
-    found = run_verification(boxed, box, dry_run(boxed, fake), RunBudget(sizes=(4096, 64 << 20)))
+    found = verify_by(boxed, box, fake, sizes=(4096, 64 << 20))
     plan = target.settle(changed(found, backend="cuda")).plan
     assert boxed.limit_gbps and boxed.bound_gbps
     # The limit is of the hops of the choice that was fastest by prediction.
@@ -295,7 +294,7 @@ def test_a_choice_that_slows_send_recv_is_no_winner(boxed, box, ratio, winner, g
         transfers=transfers,
         grouped=in_groups,
     )
-    found = run_verification(boxed, box, dry_run(boxed, fake), RunBudget(sizes=(4096, 256 << 20)))
+    found = verify_by(boxed, box, fake, sizes=(4096, 256 << 20))
     assert (found.winner, found.accepted) == (winner, winner == "variables")
     assert found.judged.large.ratio == pytest.approx(1.3, rel=0.01)
     assert [one.bytes for one in found.judged.sizes] == [4096, 256 << 20]
@@ -314,7 +313,7 @@ def test_a_choice_that_slows_send_recv_is_no_winner(boxed, box, ratio, winner, g
 
 def test_predictions_are_marked_by_the_assumed_values_behind_each(boxed, box):
     jobs = FakeJobs(by_plan(lambda _: 1.0))
-    found = run_verification(boxed, box, dry_run(boxed, jobs), RunBudget(sizes=(64 << 20,)))
+    found = verify_by(boxed, box, jobs, sizes=(64 << 20,))
     default, change = found.arms[0], msgspec.structs.replace
     assert default.assumed == boxed.choices["default"].assumed
     marked = tuple(change(arm, assumed=arm is default) for arm in found.arms)
@@ -336,8 +335,7 @@ def test_rounds_are_added_while_a_loss_is_in_doubt_unless_a_row_is_lost(boxed, b
         noise=0.001,
         jitter=lambda row: 0.06 * (row.bytes == doubted),
     )
-    budget = RunBudget(sizes=(4096, doubted, 64 << 20), rounds=7)
-    found = run_verification(boxed, box, dry_run(boxed, jobs), budget)
+    found = verify_by(boxed, box, jobs, sizes=(4096, doubted, 64 << 20), rounds=7)
     assert (found.rounds > 7, found.winner) == (not lost, "default" if lost else "variables")
 
 
@@ -375,8 +373,9 @@ def test_tuning_takes_the_fastest_settings_that_slow_no_send_recv(boxed, box, sl
 
 
 def test_send_recv_is_timed_once_where_it_is_the_collective(plan, place):
-    budget = RunBudget(sizes=(64 << 20,), collectives=("send_recv",))
-    found = run_verification(plan, place, dry_run(plan, FakeJobs(by_plan(lambda _: 1.2))), budget)
+    found = verify_by(
+        plan, place, FakeJobs(by_plan(lambda _: 1.2)), sizes=(64 << 20,), collectives=("send_recv",)
+    )
     assert {one.collective for arm in found.arms for one in arm.transfers} == {
         "all_to_all", "all_gather", "reduce_scatter",
     }  # fmt: skip
@@ -390,8 +389,7 @@ def test_a_choice_is_not_recommended_before_a_loss_would_have_been_seen(boxed, b
         return (1e-4 + size / 1e10) / (1.5 if size > 1 << 20 and by_variables(environment) else 1.0)
 
     fake.seconds = even
-    effort = RunBudget(sizes=(4096, 64 << 20), seconds=seconds)
-    found = run_verification(boxed, box, dry_run(boxed, fake), effort)
+    found = verify_by(boxed, box, fake, sizes=(4096, 64 << 20), seconds=seconds)
     variables = found.arms[1]
     if seconds < 1:
         assert (found.rounds, found.winner) == (7, "default")
@@ -412,7 +410,7 @@ def test_trade_offs_are_the_choices_that_none_dominates_for_bundled_jobs(
         noise=0.0005,
         transfers=lambda environment: 1.3 / ratio if by_variables(environment) else 1.0,
     )
-    found = run_verification(boxed, box, dry_run(boxed, fake), RunBudget())
+    found = verify_by(boxed, box, fake)
     offers = trade_offs(found)
     assert [one.choice for one in offers] == choices
     variables = offers[-1]
@@ -438,7 +436,7 @@ def test_trade_offs_are_the_choices_that_none_dominates_for_bundled_jobs(
 )
 def test_jobs_are_rated_by_times_of_messages_near_theirs_alone(boxed, box, sizes, known):
     fake = FakeJobs(by_plan(lambda _: 1.0, variables=lambda _: 1.3), noise=0.0005)
-    found = run_verification(boxed, box, dry_run(boxed, fake), RunBudget(sizes=sizes))
+    found = verify_by(boxed, box, fake, sizes=sizes)
     assert {name for offer in trade_offs(found) for name in offer.workloads} == set(known)
 
 
@@ -448,11 +446,12 @@ def test_a_tuned_plan_recommends_the_winner_of_its_jobs_whatever_its_rates(boxed
 
 
 def test_equal_arms_leave_default_nccl_the_winner(boxed, box):
-    effort = RunBudget(sizes=(4096, 64 << 20), rounds=6, seconds=1e-9)
     wins = []
     for seed in range(60):
         fake = FakeJobs(by_plan(lambda _: 1.0), noise=0.03, seed=seed)
-        wins.append(run_verification(boxed, box, dry_run(boxed, fake), effort).winner)
+        wins.append(
+            verify_by(boxed, box, fake, sizes=(4096, 64 << 20), rounds=6, seconds=1e-9).winner
+        )
     # An interval leaves out 1 on the one side in 2.5 % of all cases, for two arms.
     assert wins.count("default") >= 60 - 10
 
@@ -461,8 +460,7 @@ def test_a_choice_that_loses_at_a_size_is_no_winner(boxed, box):
     fake = FakeJobs(
         by_plan(lambda _: 1.2, variables=lambda size: 0.95 if size == 4096 else 1.5), noise=0.001
     )
-    effort = RunBudget(sizes=(4096, 64 << 20))
-    found = run_verification(boxed, box, dry_run(boxed, fake), effort)
+    found = verify_by(boxed, box, fake, sizes=(4096, 64 << 20))
     assert (found.winner, found.accepted) == ("graph", False)
     assert [row.bytes for row in found.judged.losses] == [4096]
 
@@ -473,7 +471,7 @@ def test_variables_that_slow_smaller_communicators_are_not_accepted_by_name(boxe
         return 1.1 if by_variables(environment) else 1.0
 
     fake = FakeJobs(by_plan(lambda _: 1.0, variables=lambda _: 1.05), noise=0.001, grouped=grouped)
-    found = run_verification(boxed, box, dry_run(boxed, fake), RunBudget(sizes=(1024, 1 << 20)))
+    found = verify_by(boxed, box, fake, sizes=(1024, 1 << 20))
     default, variables, graph = found.arms
     assert (found.winner, found.accepted) == ("default", False)
     assert len(found.objections(variables)) == 3
@@ -494,7 +492,7 @@ def test_an_arm_whose_job_fails_leaves_the_others_in_the_comparison(boxed, box):
         return "no memory" if by_variables(environment) and fails["rounds"] > 3 else ""
 
     fake = FakeJobs(by_plan(lambda _: 1.3), fails=fail)
-    found = run_verification(boxed, box, dry_run(boxed, fake), RunBudget(sizes=(4096, 64 << 20)))
+    found = verify_by(boxed, box, fake, sizes=(4096, 64 << 20))
     assert (found.winner, found.accepted) == ("graph", False)
     assert found.judged.failure == "no memory"
     assert set(found.order) == {"A", "C", "D"}
@@ -574,9 +572,7 @@ def test_as_many_jobs_run_at_once_as_devices_surely_have_room_for(
 
 def test_jobs_that_fail_together_are_run_one_after_the_other(plan, place):
     jobs = Crowded(by_plan(lambda _: 1.2), room=1)
-    found = run_verification(
-        plan, place, dry_run(plan, jobs), RunBudget(sizes=(4096,)), choice="graph"
-    )
+    found = verify_by(plan, place, jobs, sizes=(4096,), choice="graph")
     assert (found.winner, found.at_once, found.arms[1].failure) == ("graph", 1, "")
     # The checks of both arms, then their rounds.
     assert [len(one) for one in jobs.rounds[:6]] == [2, 1, 1, 3, 1, 1]
@@ -591,16 +587,14 @@ def test_a_plan_whose_jobs_fail_among_others_is_answered_no(plan, place):
             return super().one(spec, environment)
 
     jobs = Later(by_plan(lambda _: 1.2), room=4)
-    found = run_verification(
-        plan, place, dry_run(plan, jobs), RunBudget(sizes=(4096,)), choice="graph"
-    )
+    found = verify_by(plan, place, jobs, sizes=(4096,), choice="graph")
     assert (found.accepted, found.winner) == (False, "default")
     assert found.judged.failure == "rank 1 ended with code 1: no room"
 
 
 def test_a_plan_that_is_slow_for_small_messages_is_not_recommended_for_them(plan, place):
     jobs = FakeJobs(by_plan(lambda size: 0.9 if size <= 4096 else 1.3))
-    found = run_verification(plan, place, dry_run(plan, jobs), RunBudget(), choice="graph")
+    found = verify_by(plan, place, jobs, choice="graph")
     assert (found.winner, found.accepted) == ("default", False)
     assert [row.bytes for row in found.judged.losses] == [1024, 4096]
 
@@ -610,13 +604,13 @@ def test_a_plan_whose_job_fails_is_answered_no_unless_default_nccl_fails_too(pla
         return "rank 1: dev 2 not found" if "NCCL_GRAPH_FILE" in environment else ""
 
     jobs = FakeJobs(by_plan(lambda _: 1.0), fails=fails)
-    found = run_verification(plan, place, dry_run(plan, jobs), RunBudget(), choice="graph")
+    found = verify_by(plan, place, jobs, choice="graph")
     assert (found.judged.failure, found.accepted, found.winner) == (
         "rank 1: dev 2 not found", False, "default",
     )  # fmt: skip
     jobs = FakeJobs(by_plan(lambda _: 1.0), fails=lambda _: "no GPU")
     with pytest.raises(MeasurementError, match="no GPU"):
-        run_verification(plan, place, dry_run(plan, jobs), RunBudget(), choice="graph")
+        verify_by(plan, place, jobs, choice="graph")
 
 
 def test_a_verdict_follows_from_rounds_without_a_job(plan, place):
@@ -638,9 +632,7 @@ def test_a_verdict_follows_from_rounds_without_a_job(plan, place):
 def test_wrong_values_make_the_answer_no(plan, place):
     wrong = (WrongValue(case="all-reduce, float32 x 3", rank=0, what="1 of 3 values are wrong"),)
     jobs = FakeJobs(by_plan(lambda _: 1.5), wrong=wrong)
-    found = run_verification(
-        plan, place, dry_run(plan, jobs), RunBudget(sizes=(4096,)), choice="graph"
-    )
+    found = verify_by(plan, place, jobs, sizes=(4096,), choice="graph")
     assert (found.winner, found.accepted, found.judged.wrong) == ("default", False, wrong)
     found = changed(found, chosen="default")
     assert not found.accepted and "values of graph file are wrong" in headline(found)[1]
@@ -654,8 +646,7 @@ def test_a_choice_with_wrong_values_never_wins_a_workload(plan, place, is_wrong)
     wrong = (WrongValue(case="all-reduce", rank=0, what="1 of 3 values are wrong"),)
     jobs = FakeJobs(by_plan(lambda _: 1.5), wrong=wrong if is_wrong else ())
     workload = Workload(name="job", source="a test", ranks=4, rows=(row,))
-    budget = RunBudget(sizes=(4096,), workload=workload)
-    found = run_verification(plan, place, dry_run(plan, jobs), budget).workload
+    found = verify_by(plan, place, jobs, sizes=(4096,), workload=workload).workload
     assert found.chosen == ("default" if is_wrong else "graph")
     assert ("graph" in found.choices) != is_wrong
 
@@ -697,9 +688,7 @@ def test_p_values_of_several_arms_are_adjusted_for_all_of_them(boxed, box):
     fake = FakeJobs(by_plan(lambda _: 1.3, variables=lambda _: 1.3), noise=0.001)
     least = {}
     for choice in ("graph", None):
-        found = run_verification(
-            boxed, box, dry_run(boxed, fake), RunBudget(sizes=(4096,)), choice=choice
-        )
+        found = verify_by(boxed, box, fake, sizes=(4096,), choice=choice)
         arms = len(found.arms) - 1
         rounds = len(found.arms[1].rows[0].seconds)
         assert {row.compared.p for row in found.arms[-1].sizes} == {arms * 2.0 ** (1 - rounds)}
@@ -712,8 +701,7 @@ def test_p_values_of_several_arms_are_adjusted_for_all_of_them(boxed, box):
 
 def test_a_slower_training_step_makes_the_answer_no(plan, place):
     jobs = FakeJobs(by_plan(lambda _: 1.0), noise=0.0005)
-    effort = RunBudget(sizes=(4096,), training=True)
-    found = run_verification(plan, place, dry_run(plan, jobs), effort, choice="graph")
+    found = verify_by(plan, place, jobs, sizes=(4096,), training=True, choice="graph")
     assert [one.mode for one in found.judged.training] == ["ddp-eager"]
     assert found.accepted
     slow = changed(found.judged.training[0], harm="loses")
@@ -729,8 +717,7 @@ def test_another_loss_of_a_training_step_than_default_nccls_makes_the_answer_no(
                 loss if "NCCL_GRAPH_FILE" in environment else 4.0
             ),
         )
-        effort = RunBudget(sizes=(4096,), training=True)
-        found = run_verification(plan, place, dry_run(plan, jobs), effort, choice="graph")
+        found = verify_by(plan, place, jobs, sizes=(4096,), training=True, choice="graph")
         assert found.accepted == accepted
         last = len(plan.gpus) - 1
         assert {one.rank for one in found.judged.wrong} == (set() if accepted else {last})
@@ -739,14 +726,12 @@ def test_another_loss_of_a_training_step_than_default_nccls_makes_the_answer_no(
 def test_a_missing_graph_file_is_refused(plan, place):
     (place / "nccl" / "graph.xml").unlink()
     with pytest.raises(InputError, match=r"graph\.xml: is missing"):
-        run_verification(plan, place, dry_run(plan, three), RunBudget())
+        verify_by(plan, place, three)
 
 
 def test_the_file_is_read_again_and_an_earlier_plans_is_left_out(plan, place):
     jobs = FakeJobs(by_plan(lambda _: 1.1))
-    found = run_verification(
-        plan, place, dry_run(plan, jobs), RunBudget(sizes=(4096,)), choice="graph"
-    )
+    found = verify_by(plan, place, jobs, sizes=(4096,), choice="graph")
     kept = found.keep(place)
     assert Verification.load(place) == kept
     changed(plan, strategy="other").save(place / "plan.json")

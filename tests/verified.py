@@ -8,6 +8,7 @@ import numpy as np
 
 from tccl_py.delivery.delivered import rings_found
 from tccl_py.errors import MeasurementError
+from tccl_py.experiments.comparison import RunBudget
 from tccl_py.experiments.jobs import HostRanks, Launcher, Outcome
 from tccl_py.experiments.spec import JobResult, JobSpec, batches
 from tccl_py.experiments.target import read_target, target_of
@@ -128,6 +129,13 @@ def run_verification(plan, directory, launcher, budget, *, choice=None):
     """What is found of a machine's plan, or of one of its choices."""
     target = read_target(plan, directory)
     return verify_target(target, launcher, msgspec.structs.replace(budget, only=choice))
+
+
+def verify_by(plan, directory, jobs, *, choice=None, **budget):
+    """What a stand-in's jobs say of a machine's plan, or of one of its choices."""
+    return run_verification(
+        plan, directory, dry_run(plan, jobs), RunBudget(**budget), choice=choice
+    )
 
 
 def by_plan(ratio, base=1e-4, *, variables=lambda size: 1.0):

@@ -107,7 +107,7 @@ def verify_plan(
     See `run`. Raises InputError: the plan is for another machine or other hosts, or torch is
     missing.
     """
-    with _opened(directory, launcher) as (target, ready):
+    with _open_plan(directory, launcher) as (target, ready):
         return run(target, ready, budget, tune=tune, interrupted=interrupted)
 
 
@@ -116,13 +116,13 @@ def compare_means(
 ) -> MeansTable:
     """Time NCCL and other means on a plan's machine, and keep the table; see `measure_means`."""
     require(launcher.job is None, "`means`", "are compared on one host", "leave mpirun or srun out")
-    with _opened(directory, launcher) as (target, ready), interrupts_put_off(CTRL_C_AND_SIGTERM):
+    with _open_plan(directory, launcher) as (target, ready), interrupts_put_off(CTRL_C_AND_SIGTERM):
         table = measure_means(target, ready, seconds=seconds, sizes=sizes)
     return table.keep(directory, launcher.say)
 
 
 @contextmanager
-def _opened(directory: Path, launcher: Launcher) -> Iterator[tuple[Target, Launcher]]:
+def _open_plan(directory: Path, launcher: Launcher) -> Iterator[tuple[Target, Launcher]]:
     """Yield the plan of a directory with a launcher on its hosts, and say what is left out.
 
     Raises InputError: the directory cannot be written, jobs cannot have default NCCL, with which

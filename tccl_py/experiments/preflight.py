@@ -28,8 +28,7 @@ from tccl_py.experiments.record import ArmResult, Verification
 from tccl_py.experiments.spec import MIB, PROGRAMS, Collective, is_large
 from tccl_py.experiments.target import Target, read_target
 from tccl_py.experiments.verify import run_once
-from tccl_py.health.drift import FALSE_ALARM_RATE, Drift, Effort, TooShortError
-from tccl_py.health.remeasuring import remeasuring
+from tccl_py.health.drift import FALSE_ALARM_RATE, Drift, Effort, TooShortError, remeasuring
 from tccl_py.plan.chains import ChoiceName
 from tccl_py.plan.plan import Plan
 from tccl_py.planning.cables import facing_ports
