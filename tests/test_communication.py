@@ -143,19 +143,6 @@ def two():
     return times
 
 
-@pytest.mark.parametrize("job", JOBS)
-def test_on_two_gpus_without_p2p_the_job_decides(two, job):
-    found = judged(JOBS[job], two)
-    assert found.chosen == BEST[job]
-    if job != "few experts":
-        page = (CASES.parents[1] / "docs" / "will-my-job-be-faster.md").read_text()
-        assert f"| {communication_line(found).partition(': ')[2]} |" in page
-    if job == "data parallel":
-        assert found.choices["variables"].speed.low > 1.2
-    if job == "few experts":
-        assert "all-to-all" in found.losses
-
-
 @pytest.mark.parametrize("gpus", ["two", "four"])
 def test_without_a_job_the_same_choice_is_not_harmless(request, gpus):
     times = request.getfixturevalue(gpus)
@@ -177,12 +164,18 @@ def four():
     return times
 
 
+@pytest.mark.parametrize(("gpus", "gain"), [("two", 1.2), ("four", 1.5)])
 @pytest.mark.parametrize("job", JOBS)
-def test_on_four_gpus_without_p2p_the_job_decides(four, job):
-    result = judged(JOBS[job], four)
-    assert result.chosen == BEST[job]
+def test_without_p2p_the_job_decides(request, gpus, gain, job):
+    found = judged(JOBS[job], request.getfixturevalue(gpus))
+    assert found.chosen == BEST[job]
+    if gpus == "two" and job != "few experts":
+        page = (CASES.parents[1] / "docs" / "will-my-job-be-faster.md").read_text()
+        assert f"| {communication_line(found).partition(': ')[2]} |" in page
     if job == "data parallel":
-        assert result.choices["variables"].speed.low > 1.5
+        assert found.choices["variables"].speed.low > gain
+    if job == "few experts":
+        assert "all-to-all" in found.losses
 
 
 # Predictions.

@@ -579,26 +579,6 @@ def test_jobs_that_fail_together_are_run_one_after_the_other(plan, place):
     assert found.order.startswith("ABCCBA")
 
 
-def test_a_plan_whose_jobs_fail_among_others_is_answered_no(plan, place):
-    class Later(Crowded):
-        def one(self, spec, environment):
-            if spec.rows and "NCCL_GRAPH_FILE" in environment:
-                raise MeasurementError("rank 1 ended with code 1: no room")
-            return super().one(spec, environment)
-
-    jobs = Later(by_plan(lambda _: 1.2), room=4)
-    found = verify_by(plan, place, jobs, sizes=(4096,), choice="graph")
-    assert (found.accepted, found.winner) == (False, "default")
-    assert found.judged.failure == "rank 1 ended with code 1: no room"
-
-
-def test_a_plan_that_is_slow_for_small_messages_is_not_recommended_for_them(plan, place):
-    jobs = FakeJobs(by_plan(lambda size: 0.9 if size <= 4096 else 1.3))
-    found = verify_by(plan, place, jobs, choice="graph")
-    assert (found.winner, found.accepted) == ("default", False)
-    assert [row.bytes for row in found.judged.losses] == [1024, 4096]
-
-
 def test_a_plan_whose_job_fails_is_answered_no_unless_default_nccl_fails_too(plan, place):
     def fails(environment):
         return "rank 1: dev 2 not found" if "NCCL_GRAPH_FILE" in environment else ""

@@ -48,7 +48,6 @@ from tccl_py.planning.plan_sources import planned_models
 from tccl_py.planning.request import of_transports
 
 Choices = Mapping[ChoiceName, Settings]
-GpuPair = tuple[int, int]
 Rates = Mapping[ChoiceName, float]
 """Bus bandwidth of each choice's jobs, GB/s."""
 
