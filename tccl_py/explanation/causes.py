@@ -162,22 +162,24 @@ class Prober:
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
-    """A slow part of a set, `minimal` if no flow can be left out; `alike` more parts are equal."""
+    """A slow part of a set."""
 
     flows: tuple[Flow, ...]
     minimal: bool
+    """Whether no flow can be left out."""
     alike: int = 0
+    """The number of further parts that are equal to it."""
 
 
 class Causes(msgspec.Struct, frozen=True, kw_only=True):
-    """The causes, the worst first, and the remaining flows, which contain none of them as a whole.
-
-    `spent` is true if the budget ended first.
-    """
+    """The causes of a set, and what is left of it."""
 
     causes: tuple[Cause, ...]
+    """The worst first."""
     remaining: tuple[Flow, ...]
+    """The flows that contain no cause as a whole."""
     spent: bool
+    """Whether the budget ended first."""
 
 
 class ContradictionError(Exception):

@@ -52,17 +52,18 @@ class ChainTable(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class MergedRing(msgspec.Struct, frozen=True, kw_only=True):
-    """A ring over hosts, and an upper bound for all orders of hosts, or the order that was given.
-
-    `order[n]` is the class of the n-th host and `crossings[n]` leads from it to the next, cyclic;
-    `hosts` are names, if there are any. `rate_gbps` is the rate of the slowest chain or uplink.
-    """
+    """A ring over hosts, with an upper bound."""
 
     rate_gbps: float
+    """The rate of the slowest chain or uplink."""
     bound_gbps: float
+    """For all orders of hosts, or for the order that was given."""
     order: tuple[int, ...]
+    """The class of each host, cyclic."""
     crossings: tuple[int, ...]
+    """From each host to the next."""
     hosts: tuple[str, ...] = ()
+    """Their names, if there are any."""
 
     @property
     def is_proven(self) -> bool:

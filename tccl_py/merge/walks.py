@@ -124,15 +124,13 @@ def _reach(candidates: Rates, rate: float) -> int:
 # Pieces: hosts that stay together.
 @dataclass(frozen=True)
 class Piece:
-    """Hosts between one entry and one exit of the ring.
-
-    `steps(entry, leave)` yields a path through every host for a pair in `relation`; `exact` tells
-    whether `relation` holds for all orders of the hosts.
-    """
+    """Hosts between one entry and one exit of the ring."""
 
     relation: Relation
     steps: Steps
+    """Yields a path through every host for an entry and an exit that are related."""
     exact: bool = True
+    """Whether the relation holds for all orders of the hosts."""
 
 
 def host_piece(host: str, relation: Relation) -> Piece:

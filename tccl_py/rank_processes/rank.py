@@ -37,14 +37,12 @@ TimeSlot = Callable[[], AbstractContextManager[None]]
 
 
 class Rendezvous(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the ranks of a job over several hosts meet: at the first rank's host.
-
-    Keys of the store are below the `prefix`, a secret of the job: torch's store has no passwords.
-    """
+    """Where the ranks of a job over several hosts meet: at the first rank's host."""
 
     address: str
     port: int
     prefix: str
+    """The store's keys are below it, a secret of the job: torch's store has no passwords."""
 
 
 class JobSlot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -74,18 +72,17 @@ def read_spec(kind: type[T]) -> tuple[T, int, Path]:
 
 @dataclass(frozen=True)
 class Communicator:
-    """A communicator over `members`, ranks of the job, as `rank` sees it; alone if outside.
-
-    `torch` and `dist` are torch and torch.distributed, `group` the process group (None over all
-    ranks of the job).
-    """
+    """A communicator as one rank of the job sees it."""
 
     torch: Any
     dist: Any
+    """torch.distributed"""
     rank: int
     members: tuple[int, ...]
+    """Ranks of the job; the rank alone where it is outside."""
     device: Any
     group: Any = None
+    """The process group; None over all ranks of the job."""
 
     @property
     def world(self) -> int:

@@ -46,32 +46,29 @@ class _Data(
 
 
 class Figure(_Data, frozen=True, kw_only=True):
-    """A number with provenance: given here or by a shared parameter.
-
-    The value is (`value` or the parameter) x `scale` x the parameters in `times`. `provenance` is
-    about this machine: a parameter measured elsewhere is `assumed` here.
-    """
+    """A number with provenance: given here or by a shared parameter, times its factors."""
 
     provenance: Provenance
+    """On this machine: a parameter measured elsewhere is `assumed` here."""
     value: float | None = None
     parameter: str | None = None
+    """The name of the parameter in the place of a value."""
     scale: float = 1.0
+    """A factor."""
     times: tuple[str, ...] = ()
+    """Parameters that are further factors."""
 
 
 class Traffic(_Data, frozen=True, kw_only=True):
-    """A kind of transfers; a field left at `any` matches all.
-
-    path: `peer` is GPU to GPU, `host` has host memory at one end, `bounce` is half of a bounce,
-        `network` has a NIC at one end.
-    crosses: the widest border, `socket`, `numa` (within a socket) or `nothing`.
-    memory: host memory on the executor's `own` NUMA node or on another.
-    """
+    """A kind of transfers; a field left at `any` matches all."""
 
     operation: Literal["any", "write", "read"] = "any"
     path: Literal["any", "peer", "host", "bounce", "network"] = "any"
+    """GPU to GPU, to or from host memory, half of a bounce, or to or from a NIC."""
     crosses: Crosses = "any"
+    """The widest border; a NUMA node's is within a socket."""
     memory: Literal["any", "own", "other"] = "any"
+    """The NUMA node of host memory: the executor's, or another."""
     executor: Literal["any", "kernel", "copy_engine"] = "any"
 
 
@@ -133,17 +130,19 @@ class Member(_Data, frozen=True, kw_only=True):
 class Congestion(_Data, frozen=True, kw_only=True):
     """A pattern with less bandwidth than sharing alone would give.
 
-    Transfers that match a member and have the same `together_at` form a group. The rule holds
-    for a group with at least so many different values of each key in `at_least` and, if `needs`
-    is `every`, a transfer of every member. Then the lowest `total` of the members present bounds
+    In each group of transfers to which it applies, the lowest `total` of the members present bounds
     the group's sum, and `each` every transfer of that member.
     """
 
     name: str
     members: Annotated[tuple[Member, ...], msgspec.Meta(min_length=1, max_length=MAX_ENTRIES)]
+    """Kinds of transfers."""
     together_at: Key
+    """Transfers of members with an equal key form a group."""
     at_least: dict[Key, _Count] = {}
+    """The different values of further keys that a group has at least."""
     needs: Literal["any", "every"] = "any"
+    """Whether a group has a transfer of every member."""
     note: str = ""
 
 
@@ -200,14 +199,16 @@ class MachineModel(_Data, frozen=True, kw_only=True):
 
 
 class Parameter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A fitted `value`, and the `prior` that the fit is held to; `spread` is its log deviation."""
+    """A fitted value that machines share."""
 
     name: str
     value: float
     unit: str
     provenance: Provenance
     prior: float
+    """The value that the fit is held to."""
     spread: float
+    """The prior's standard deviation, in log terms."""
     note: str = ""
 
 

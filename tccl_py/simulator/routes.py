@@ -34,9 +34,17 @@ _EXECUTORS: dict[str, _Executor] = {"G": "kernel", "D": "copy_engine", "N": "nic
 
 
 class Leg(msgspec.Struct, frozen=True, kw_only=True):
-    """One transfer with its route and the properties that capacities and rules match.
+    """One transfer with its route and the properties that capacities and rules match."""
 
-    `keys` has the devices for each grouping key; a key that does not apply is absent:
+    edges: tuple[Edge, ...]
+    operation: Literal["write", "read"]
+    path: Literal["peer", "host", "bounce", "network"]
+    crosses: Literal["socket", "numa", "nothing"]
+    memory: Literal["own", "other", ""]
+    executor: _Executor
+    keys: dict[Key, str]
+    """The device for each grouping key that applies.
+
     source_gpu: the GPU that the bytes come from;
     source_uplink: the device at the root port where the route goes up into a CPU;
     destination_root: the device at the root port where the bytes come down again. Bytes that end
@@ -46,14 +54,6 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True):
     executor_gpu: the GPU whose SMs or copy engine move the bytes; absent where a NIC does;
     nic: the NIC at one end.
     """
-
-    edges: tuple[Edge, ...]
-    operation: Literal["write", "read"]
-    path: Literal["peer", "host", "bounce", "network"]
-    crosses: Literal["socket", "numa", "nothing"]
-    memory: Literal["own", "other", ""]
-    executor: _Executor
-    keys: dict[Key, str]
 
 
 class Network:
