@@ -5,8 +5,8 @@ import functools
 import msgspec
 import numpy as np
 
-from tccl_profiler.execution import RunResult
 from tccl_profiler.messages import Pinged
+from tccl_profiler.pool import RunResult
 from tccl_profiler.shared_memory import RECORD
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.rings import Hop, HopSpace, bounce, direct_read, direct_write

@@ -6,32 +6,37 @@ import threading
 import time
 from dataclasses import dataclass
 
-from tccl_profiler.cluster.agent import Agent, ControllerLost
+from tccl_profiler.cluster.agent import Agent
 from tccl_profiler.cluster.job import agent_process
-from tccl_profiler.cluster.messages import Heartbeat, Messenger, heartbeats
-from tccl_profiler.messages import ConnectionClosed, Stop
+from tccl_profiler.protocol import (
+    Connection,
+    ConnectionClosed,
+    ControllerLost,
+    Sign,
+    heartbeats,
+)
 
 
 @dataclass
 class FakeJob:
     """What a session wants of a job."""
 
-    messengers: dict
+    connections: dict
     broken: bool = False
 
     @property
     def hosts(self):
         # No host has rank 0: all clocks are compared.
-        return {host: [number + 1] for number, host in enumerate(self.messengers)}
+        return {host: [number + 1] for number, host in enumerate(self.connections)}
 
-    def messenger(self, host):
-        return self.messengers[host]
+    def agent(self, host):
+        return self.connections[host]
 
 
 def pair(peer="the other"):
-    """Two messengers that are joined."""
+    """Two ends that are joined."""
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    return [Messenger(end, peer=peer) for end in ends]
+    return [Connection(end, peer=peer) for end in ends]
 
 
 @contextlib.contextmanager
@@ -40,17 +45,17 @@ def agents_in_processes(hosts):
     with contextlib.ExitStack() as stack:
         found = {}
         for host in hosts:
-            process, messenger = agent_process(host)
-            found[host] = messenger
+            process, connection = agent_process(host)
+            found[host] = connection
             stack.callback(_ended, process)
-            stack.callback(messenger.close)
+            stack.callback(connection.close)
         stack.enter_context(
-            heartbeats(lambda: [one.send(0, Heartbeat()) for one in found.values()])
+            heartbeats(lambda: [one.tell(0, Sign.HEARTBEAT) for one in found.values()])
         )
         yield FakeJob(found)
-        for messenger in found.values():
+        for connection in found.values():
             with contextlib.suppress(ConnectionClosed):
-                messenger.send(0, Stop())
+                connection.tell(0, Sign.STOP)
 
 
 def _ended(process):
@@ -63,7 +68,7 @@ def _ended(process):
 
 @contextlib.contextmanager
 def agent_in_thread(host, *, now_ns=time.monotonic_ns, silence_s=30.0):
-    """A messenger to an agent that is a thread; `now_ns` is its clock."""
+    """A connection to an agent that is a thread; `now_ns` is its clock."""
     ours, theirs = pair()
     agent = Agent(theirs, name=host, now_ns=now_ns, silence_s=silence_s)
 

@@ -4,10 +4,9 @@ import contextlib
 
 from tccl_profiler.cluster.agent import take_step
 from tccl_profiler.compiler import program_for
-from tccl_profiler.execution import RunResult, Timeouts
 from tccl_profiler.linux import cpus_of_devices, host_machine
 from tccl_profiler.messages import DeviceSpec, LinkStep
-from tccl_profiler.pool import Pool
+from tccl_profiler.pool import Pool, RunResult, Timeouts
 from tccl_py.model.transfer import place_named
 from tests.profiler_pools import SMALL
 
@@ -31,7 +30,7 @@ def host_pool(gpus, addresses, **more):
 def step(pool, name, ends=(), limit_s=LINK_S):
     """A step for links, or for links with their endpoints; the links and endpoints after it."""
     ends = ends if isinstance(ends, dict) else dict.fromkeys(ends)
-    return take_step(pool, LinkStep(step=name, ends=ends, limit_s=limit_s)).ends
+    return take_step(pool, LinkStep(step=name, ends=ends, limit_s=limit_s))
 
 
 class Hosts:

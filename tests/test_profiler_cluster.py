@@ -15,10 +15,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from tccl_profiler import protocol
 from tccl_profiler.cluster import facts
-from tccl_profiler.cluster import messages as say
-from tccl_profiler.cluster.agent import CALLED, Agent, Ran
-from tccl_profiler.cluster.agents import Agents, ClusterPool, HostLost, HostTimeouts
+from tccl_profiler.cluster.agent import Agent, Ran
+from tccl_profiler.cluster.agents import Agents, ClusterPool, HostLost
 from tccl_profiler.cluster.clocks import HostClock
 from tccl_profiler.cluster.facts import (
     HostFacts,
@@ -29,21 +29,26 @@ from tccl_profiler.cluster.facts import (
     with_interfaces,
 )
 from tccl_profiler.cluster.job import Job, PeerInfo, own_info, rendezvous
-from tccl_profiler.cluster.messages import Envelope, Messenger, check_answers
 from tccl_profiler.cluster.session import ClusterSession
-from tccl_profiler.execution import RunResult, RunSpec
-from tccl_profiler.messages import (
-    ConnectionClosed,
-    Done,
-    Endpoint,
-    Failed,
-    LinkLost,
-    LinkStep,
-    Stop,
-    WorkerLost,
-)
+from tccl_profiler.messages import Endpoint, LinkStep
+from tccl_profiler.pool import RunResult, RunSpec
 from tccl_profiler.precision import Stopping, WindowLimits
 from tccl_profiler.profiler import Options
+from tccl_profiler.protocol import (
+    Connection,
+    ConnectionClosed,
+    Envelope,
+    Failed,
+    LinkLost,
+    Question,
+    Returned,
+    Sign,
+    Timeouts,
+    WorkerLost,
+    answer_call,
+    call_of,
+    result_of,
+)
 from tccl_profiler.rates import ClockReading
 from tccl_profiler.shared_memory import RECORD
 from tccl_py.errors import InputError, MeasurementError, SourceLostError
@@ -147,10 +152,10 @@ def test_ranks_meet_and_end_what_carried_their_messages(monkeypatch):
     found = _met_together(posts)
     assert [post.finished for post in posts] == [True] * 3
     assert found[0].peers == {rank: own_info() for rank in range(3)}
-    found[0].connections[2].send(7, Stop())
+    found[0].connections[2].tell(7, Sign.STOP)
     while (envelope := found[2].connections[0].poll()) is None:
         time.sleep(0.01)
-    assert envelope == Envelope(7, Stop())
+    assert envelope == Envelope(7, Sign.STOP)
     for meeting in found.values():
         for connection in meeting.connections.values():
             connection.close()
@@ -409,9 +414,9 @@ def test_a_clock_whose_rate_is_corrected_begins_anew():
 # What agents answer, and do not
 
 
-def _agents(messenger, **more):
-    job = FakeJob({"h1": messenger})
-    patience = HostTimeouts(**{"silence_s": 0.4, "answer_s": 5.0, **more})
+def _agents(connection, **more):
+    job = FakeJob({"h1": connection})
+    patience = Timeouts(**{"silence_s": 0.4, "answer_s": 5.0, **more})
     return Agents(job, timeouts=patience), job
 
 
@@ -433,7 +438,7 @@ def test_a_host_that_lives_and_does_not_answer_is_named():
 
     def beat():
         while not stop.wait(0.05):
-            theirs.send(0, say.Heartbeat())
+            theirs.tell(0, Sign.HEARTBEAT)
 
     thread = threading.Thread(target=beat)
     thread.start()
@@ -453,11 +458,15 @@ def test_a_host_that_is_gone_is_named_at_once():
 
 
 def test_a_host_that_does_not_read_is_not_said_to_have_died(monkeypatch):
-    monkeypatch.setattr(say, "_SEND_S", 0.1)
+    monkeypatch.setattr(protocol, "SEND_S", 0.1)
     ours, _theirs = pair()
     agents, _ = _agents(ours)
     with pytest.raises(HostLost, match=r"^host h1: does not read"):
         agents.tell("h1", 1, Failed(kind="lost", what="x" * (1 << 24)))
+
+
+def checked(answers, kind):
+    return Agents(FakeJob({})).check(answers, kind)
 
 
 @pytest.mark.parametrize(
@@ -466,7 +475,7 @@ def test_a_host_that_does_not_read_is_not_said_to_have_died(monkeypatch):
 )
 def test_what_fails_on_a_host_is_said_with_its_name(kind, error):
     with pytest.raises(error, match=r"^host h1: G0 is on fire$"):
-        check_answers({"h0": Done(), "h1": Failed(kind=kind, what="G0 is on fire")}, Done)
+        checked({"h0": Sign.DONE, "h1": Failed(kind=kind, what="G0 is on fire")}, Sign)
 
 
 @pytest.mark.parametrize(
@@ -478,19 +487,19 @@ def test_what_fails_on_a_host_is_said_with_its_name(kind, error):
 )
 def test_a_host_whose_name_is_part_of_other_words_is_named(host, what):
     with pytest.raises(MeasurementError, match=rf"^host {host}: {what}$"):
-        check_answers({host: Failed(kind="refused", what=what)}, Done)
+        checked({host: Failed(kind="refused", what=what)}, Sign)
 
 
 def test_bad_input_of_a_host_is_said_with_its_name():
     failed = Failed.of(InputError("temporary folder /tmp", "failed (No space left)", "make room"))
     with pytest.raises(InputError, match=r"^host h1: temporary folder /tmp: failed"):
-        check_answers({"h0": Done(), "h1": failed}, Done)
+        checked({"h0": Sign.DONE, "h1": failed}, Sign)
 
 
 @pytest.mark.parametrize("what", ["link 0 from h1.N0 to h2.N0 was lost", "host h1: not told"])
 def test_a_host_that_is_named_is_not_named_twice(what):
     with pytest.raises(MeasurementError, match=rf"^{what}$"):
-        check_answers({"h1": Failed(kind="refused", what=what)}, Done)
+        checked({"h1": Failed(kind="refused", what=what)}, Sign)
 
 
 def test_a_limit_that_a_host_reaches_is_said_with_its_name(monkeypatch):
@@ -498,8 +507,8 @@ def test_a_limit_that_a_host_reaches_is_said_with_its_name(monkeypatch):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     monkeypatch.setattr("tccl_profiler.cluster.agent.host_facts", refused)
-    with agent_in_thread("h1") as messenger:
-        agents, _ = _agents(messenger, silence_s=10)
+    with agent_in_thread("h1") as connection:
+        agents, _ = _agents(connection, silence_s=10)
         with pytest.raises(WorkerLost, match=r"^host h1: open files: the limit"):
             agents.describe("host")
 
@@ -508,15 +517,16 @@ def test_a_late_answer_is_not_taken_for_the_next_one():
     ours, theirs = pair()
     agents, _ = _agents(ours)
     number = agents.number()
-    theirs.send(number, Done())
+    theirs.tell(number, Sign.DONE)
 
     class Clock:
-        _now_ns, _prioritised = staticmethod(lambda: 5), False
+        def clock(self, more):
+            return 5
 
     def answer():
         while (envelope := theirs.poll()) is None:
             time.sleep(0.01)
-        theirs.send(envelope.number, say.answer_call(CALLED, Clock(), envelope.message))
+        theirs.tell(envelope.number, answer_call(Agent.called, Clock(), envelope.message))
 
     thread = threading.Thread(target=answer)
     thread.start()
@@ -534,8 +544,8 @@ def test_an_outcome_crosses_as_bytes():
         def run(self) -> Ran:
             return Ran(results=(outcome,), early_ns=(5,))
 
-    ours.send(1, say.answer_call({"run": Host.run}, Host(), say.call_of(Host.run, ())))
-    (back,) = say.result_of(Agent.run, "h1", theirs.poll().message).results
+    ours.tell(1, answer_call([Host.run], Host(), call_of(Host.run, ())))
+    (back,) = result_of(Agent.run, "h1", theirs.poll().message).results
     assert (back.records["G0"] == rows).all()
     assert back.stamps["G0"][0].tolist() == [1, 2]
 
@@ -725,8 +735,8 @@ def test_a_host_that_cannot_be_described_is_refused_by_name():
 
 def test_a_host_whose_clock_jumps_is_named():
     ahead_ns = [7_000_000_000]
-    with agent_in_thread("h1", now_ns=lambda: time.monotonic_ns() + ahead_ns[0]) as messenger:
-        agents, _ = _agents(messenger, silence_s=10)
+    with agent_in_thread("h1", now_ns=lambda: time.monotonic_ns() + ahead_ns[0]) as connection:
+        agents, _ = _agents(connection, silence_s=10)
         clock = HostClock("h1")
         clock.add(agents.reading("h1", 20))
         now = time.monotonic_ns()
@@ -737,37 +747,37 @@ def test_a_host_whose_clock_jumps_is_named():
 
 
 def test_an_agent_ends_when_the_controller_is_gone_or_says_nothing_any_more():
-    with agent_in_thread("h1", silence_s=0.3) as messenger, pytest.raises(ConnectionClosed):
+    with agent_in_thread("h1", silence_s=0.3) as connection, pytest.raises(ConnectionClosed):
         while True:
-            messenger.poll()
+            connection.poll()
 
 
 def test_a_host_whose_message_cannot_be_read_is_named():
     here, there = socket.socketpair()
-    ours = Messenger(here, peer="the agent")
+    ours = Connection(here, peer="the agent")
     agents, _ = _agents(ours, silence_s=10)
     body = msgspec.msgpack.encode(Envelope(1, Failed(kind="lost", what="xyz")))
     body = body.replace(b"xyz", b"\xff\xfe\xfd")
     there.sendall(struct.pack("!IH", len(body), 0) + body)
-    with pytest.raises(SourceLostError, match=r"^host h1: message of"):
-        agents.heard(1, ["h1"], 5.0)
+    with pytest.raises(SourceLostError, match=r"^host h1: sent a message"):
+        agents.heard(Question(1, ["h1"]), 5.0)
     ours.close()
     there.close()
 
 
 def test_a_call_or_a_result_of_another_version_is_a_sentence():
     ours, theirs = pair()
-    ours.send(1, say.call_of(Agent.clock, ("soon",)))
+    ours.tell(1, call_of(Agent.clock, ("soon",)))
     with pytest.raises(MeasurementError, match=r"^a call of clock"):
-        say.answer_call(CALLED, None, theirs.poll().message)
-    answer = say.Returned(say.call_of(Agent.clock, ("soon",)).arguments)
+        answer_call(Agent.called, None, theirs.poll().message)
+    answer = Returned(call_of(Agent.clock, ("soon",)).arguments)
     with pytest.raises(MeasurementError, match=r"^host h1: its result of clock"):
-        say.result_of(Agent.clock, "h1", answer)
+        result_of(Agent.clock, "host h1", answer)
 
 
 def test_an_agent_refuses_what_makes_no_sense():
-    with agent_in_thread("h1") as messenger:
-        agents, _ = _agents(messenger, silence_s=10)
+    with agent_in_thread("h1") as connection:
+        agents, _ = _agents(connection, silence_s=10)
         with pytest.raises(MeasurementError, match=r"^host h1: its workers"):
             agents.ask(Agent.take, {"h1": (LinkStep(step="usable"),)})
         with pytest.raises(MeasurementError, match=r"^host h1: asked for close$"):
@@ -827,8 +837,8 @@ def test_a_doctor_that_fails_or_is_late_proves_nothing(monkeypatch, program, why
     _doctors(monkeypatch, program)
     late = "sleep" in program
     monkeypatch.setattr("tccl_profiler.cluster.agent.PROOF_S", 0.3 if late else 60.0)
-    with agent_in_thread("h0") as messenger:
-        proof = Agents(FakeJob({"h0": messenger})).proofs(force=True)["h0"]
+    with agent_in_thread("h0") as connection:
+        proof = Agents(FakeJob({"h0": connection})).proofs(force=True)["h0"]
     assert proof == Proof(verdict="inconclusive", what=f"`tccl doctor` {why}")
 
 
@@ -836,13 +846,13 @@ def test_a_proof_that_is_called_off_leaves_no_process(monkeypatch, tmp_path):
     path = tmp_path / "pid"
     program = f"import os, time; print(os.getpid(), file=open({str(path)!r}, 'w')); time.sleep(60)"
     _doctors(monkeypatch, program)
-    with agent_in_thread("h0") as messenger:
-        agents = Agents(FakeJob({"h0": messenger}))
-        number = agents.number()
-        agents.tell("h0", number, say.call_of(Agent.examine, ((),)))
+    with agent_in_thread("h0") as connection:
+        agents = Agents(FakeJob({"h0": connection}))
+        question = Question(agents.number())
+        agents.begin(question, Agent.examine, {"h0": ((),)})
         while not (path.exists() and path.read_text()):
             time.sleep(0.01)
         agents.give_up(["h0"])
-        assert agents.answers(number, ["h0"], Done) == {"h0": Done()}
+        assert agents.answers(question, Sign) == {"h0": Sign.DONE}
         with pytest.raises(ProcessLookupError):
             os.kill(int(path.read_text()), 0)

@@ -15,13 +15,11 @@ from pathlib import Path
 import pytest
 
 from tccl_profiler.compiler import program_for
-from tccl_profiler.execution import RunSpec
 from tccl_profiler.linux import host_fingerprint, host_machine
-from tccl_profiler.messages import Connection, FromWorker, WorkerLost
-from tccl_profiler.pool import Memory, Pool
+from tccl_profiler.pool import Memory, Pool, RunSpec
 from tccl_profiler.profiler import Profiler
+from tccl_profiler.protocol import Connection, Peers, WorkerLost
 from tccl_profiler.session import Session
-from tccl_profiler.worker_process import WorkerProcess
 from tccl_py.errors import MeasurementError
 from tests.profiler_pools import (
     BOUNCE,
@@ -63,7 +61,7 @@ def profiler_of(pool, **more):
 
 
 def worker_of(pool, index):
-    return next(one.process.pid for one in pool.workers if one.spec.device == f"G{index}")
+    return pool.workers.processes[f"G{index}"].process.pid
 
 
 def long_run(pool):
@@ -179,7 +177,7 @@ def test_all_workers_may_die_at_once():
 
 def test_what_a_worker_said_last_is_in_the_sentence():
     with pool_of() as pool:
-        worker = pool.workers[0]
+        worker = pool.workers.processes["G0"]
         os.write(worker.stderr_fd, b"x" * 100_000 + b"\nand then:\nout of cheese  \n\n")
         os.kill(worker.process.pid, signal.SIGABRT)
         with pytest.raises(WorkerLost, match=r"G0 was killed by SIGABRT \(out of cheese\)$"):
@@ -189,19 +187,16 @@ def test_what_a_worker_said_last_is_in_the_sentence():
 def test_a_worker_whose_message_cannot_be_read_is_named_and_replaced():
     with pool_of() as pool:
         profiler = profiler_of(pool)
-        worker = next(one for one in pool.workers if one.spec.device == "G1")
         # As its answer to the next question would be, were its memory spoilt.
         theirs, ours = socket.socketpair()
-        usual, worker.connection = (
-            worker.connection,
-            Connection(ours, receives=FromWorker, peer="the worker of G1 has not"),
-        )
+        connections = pool.workers.connections
+        usual, connections["G1"] = connections["G1"], Connection(ours, peer="G1")
         body = b"\x82\xa4type\xa6failed\xa4what\xa3\xff\xfe\xfd"
         theirs.sendall(struct.pack("!IH", len(body), 0) + body)
         (answer,) = profiler.measure([BOUNCE])
         assert str(answer.transfers) == str(BOUNCE)
         (notice,) = profiler.notices
-        assert notice.startswith("message of the worker of G1")
+        assert notice.startswith("the worker of G1 sent a message that cannot be read")
         theirs.close()
         usual.close()
 
@@ -362,12 +357,15 @@ def test_a_second_interruption_costs_the_workers_not_the_pool(monkeypatch):
         assert len(pool.pids - before) == 2
 
 
-def test_an_interrupted_question_costs_the_workers_not_the_pool(monkeypatch):
+def test_an_interrupted_question_costs_nothing(monkeypatch):
     with pool_of() as pool:
+        pids = set(pool.pids)
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(WorkerProcess, "receive", lambda *_: interrupt())
+            patch.setattr(Peers, "heard", lambda *_: interrupt())
             pool.ping()
-        assert set(pool.ping()) == {"G0", "G1"}
+        assert set(pool.ping(7)) == {"G0", "G1"}
+        assert {len(found.seen_ns) for found in pool.ping(7).values()} == {7}
+        assert pool.pids == pids
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.1, 0.4])

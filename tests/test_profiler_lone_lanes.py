@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from tccl_profiler.compiler import program_for
-from tccl_profiler.messages import WorkerLost
 from tccl_profiler.pool import Memory, Pool
 from tccl_profiler.precision import ChannelRate, Stopping
 from tccl_profiler.profiler import Options, Profiler
+from tccl_profiler.protocol import WorkerLost
 from tccl_profiler.rates import straggler_gbps, uncontended_gbps, with_few_channels
 from tccl_py.errors import MeasurementError
 from tccl_py.model.measurement import JournalHeader

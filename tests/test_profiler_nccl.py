@@ -12,10 +12,10 @@ from tccl_profiler.cluster.agents import ClusterPool
 from tccl_profiler.cluster.session import ClusterSession
 from tccl_profiler.compiler import program_for
 from tccl_profiler.nccl_links import Communicators, graph_text, process_variables
+from tccl_profiler.pool import without_disturbance
 from tccl_profiler.precision import Stopping, WindowLimits
 from tccl_profiler.profiler import Options
 from tccl_profiler.program import Carrier, Link
-from tccl_profiler.worker_process import without_disturbance
 from tccl_py.errors import MeasurementError
 from tccl_py.model.rings import entering, join_flows, leaving
 from tccl_py.model.transfer import parse_set, place_named, transfer_set

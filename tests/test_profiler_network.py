@@ -12,10 +12,11 @@ import msgspec
 import pytest
 
 from tccl_profiler.compiler import program_for
-from tccl_profiler.execution import RunSpec
-from tccl_profiler.messages import Endpoint, LinkLost, Run, Share, Start, WorkerLost
+from tccl_profiler.messages import Endpoint, Run, Share, Start
+from tccl_profiler.pool import RunSpec
 from tccl_profiler.profiler import Profiler
 from tccl_profiler.program import Link
+from tccl_profiler.protocol import LinkLost, WorkerLost
 from tccl_profiler.rates import sample_of
 from tccl_profiler.shared_memory import Control
 from tccl_profiler.tcp import NicDevice, NicLinks
@@ -209,7 +210,7 @@ def test_a_nic_whose_worker_is_killed_amid_a_flow_is_named():
         for victim in hosts.pools.values():
 
             def kill(stage, repeat, pool=victim):
-                worker = next(one for one in pool.workers if one.spec.device == "N0")
+                worker = pool.workers.processes["N0"]
                 os.kill(worker.process.pid, signal.SIGKILL)
                 until(lambda: worker.process.poll() is not None)
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from tccl_profiler.host_lane import HostEnd
-from tccl_profiler.messages import LinkLost
 from tccl_profiler.program import Address, End, Lane, Link
+from tccl_profiler.protocol import LinkLost
 from tccl_profiler.shared_memory import differing, write_pattern
 from tccl_profiler.tcp import TcpLane
 from tests.profiler_pools import until

@@ -7,7 +7,7 @@ import pytest
 
 from tccl_profiler.cluster.agent import Agent
 from tccl_profiler.cluster.agents import RankJobs
-from tccl_profiler.cluster.messages import Messenger, call_of
+from tccl_profiler.protocol import Connection, call_of
 from tccl_py.errors import InputError
 from tccl_py.rank_processes.tasks import Task, decode_results
 from tests.processes import alive
@@ -91,9 +91,9 @@ def test_ranks_of_two_hosts_meet_and_answer_twice_in_a_row(jobs):
 def test_ranks_meet_at_the_address_alone_by_which_the_hosts_of_the_job_are_joined():
     with socket.create_server(("127.0.0.5", 0)) as server, agents_in_processes(HOSTS) as job:
         caller = socket.create_connection(server.getsockname(), source_address=("127.0.0.6", 0))
-        own, theirs = (Messenger(end, peer="") for end in (server.accept()[0], caller))
+        own, theirs = (Connection(end, peer="") for end in (server.accept()[0], caller))
         assert (own.ends, theirs.ends) == (("127.0.0.5", "127.0.0.6"), ("127.0.0.6", "127.0.0.5"))
-        job.messengers["east"] = own
+        job.connections["east"] = own
         one, other = RankJobs(job).rendezvous("north", 2)
         for meeting in (one, other):
             assert meeting.address == "127.0.0.5"
@@ -126,11 +126,11 @@ def test_agents_that_lose_their_controller_leave_no_rank(tmp_path):
             },
             timeout=600.0,
         )
-        job.messenger("south").send(99, call_of(Agent.run_ranks, ((task,),)))
+        job.agent("south").tell(99, call_of(Agent.run_ranks, ((task,),)))
         for _ in range(600):
             if list(tmp_path.glob("pid-*")):
                 break
             time.sleep(0.05)
         assert alive(int((tmp_path / "pid-0").read_text()))
-        job.messenger("south").close()
+        job.agent("south").close()
         assert gone(tmp_path)

@@ -6,10 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tccl_profiler.compiler import program_for
-from tccl_profiler.execution import RunResult, RunSpec
-from tccl_profiler.messages import Pace, WorkerLost
+from tccl_profiler.messages import Pace
+from tccl_profiler.pool import RunResult, RunSpec
 from tccl_profiler.precision import ChannelRate, Stopping, WindowLimits, paces_for
 from tccl_profiler.profiler import Options, Profiler
+from tccl_profiler.protocol import WorkerLost
 from tccl_profiler.rates import median_channels, sample_of
 from tccl_profiler.shared_memory import MAX_STAMPS, RECORD
 from tccl_py.errors import BrokenLinkError, BudgetSpentError, MeasurementError

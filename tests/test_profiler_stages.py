@@ -7,8 +7,9 @@ import time
 import pytest
 
 from tccl_profiler.compiler import program_for
-from tccl_profiler.execution import RunResult, RunSpec
-from tccl_profiler.messages import Pace, WorkerLost
+from tccl_profiler.messages import Pace
+from tccl_profiler.pool import RunResult, RunSpec
+from tccl_profiler.protocol import WorkerLost
 from tccl_py.errors import MeasurementError
 from tccl_py.model.transfer import parse_set
 from tests.profiler_pools import BOUNCE, moving, pool_of, workers_of
@@ -115,8 +116,7 @@ def test_a_worker_that_dies_between_stages_is_named_and_replaced():
             pool.begin(program_of(pool), FOREVER) as running,
         ):
             running.wait_resident(0)
-            victim = next(one for one in pool.workers if one.spec.device == "G1")
-            os.kill(victim.process.pid, signal.SIGKILL)
+            os.kill(pool.workers.processes["G1"].process.pid, signal.SIGKILL)
             running.release(0)
             running.collect(0)
         before = set(pool.pids)

@@ -131,7 +131,6 @@ class CudaDevice:
             lanes=min(MAX_LANES, blocks * int(properties["multiProcessorCount"])),
             arena_bytes=start.arena_bytes,
             handle=bytes(self._runtime.ipcGetMemHandle(self._arena)),
-            memory_bytes=start.arena_bytes + 2 * start.user_bytes,
         )
         return started, ()
 

@@ -174,7 +174,6 @@ class HostDevice(ThreadedDevice):
         started = Started(
             lanes=LANES,
             arena_bytes=start.arena_bytes,
-            memory_bytes=start.arena_bytes + 2 * start.user_bytes,
         )
         return started, (arena.fd,)
 

@@ -18,8 +18,9 @@ from functools import cached_property
 
 import numpy as np
 
-from tccl_profiler.messages import Endpoint, LinkLost
+from tccl_profiler.messages import Endpoint
 from tccl_profiler.program import Carrier, Link
+from tccl_profiler.protocol import LinkLost
 from tccl_profiler.shared_memory import differing, write_pattern
 from tccl_py.errors import MeasurementError
 from tccl_py.files import temporary_folder

@@ -12,8 +12,7 @@ import numpy as np
 
 from tccl_profiler import rates
 from tccl_profiler.compiler import checkable, program_for
-from tccl_profiler.execution import Runner, RunSpec
-from tccl_profiler.messages import WorkerLost
+from tccl_profiler.pool import Runner, RunSpec
 from tccl_profiler.precision import (
     ChannelRate,
     Stopping,
@@ -27,6 +26,7 @@ from tccl_profiler.precision import (
     stretch,
 )
 from tccl_profiler.program import MAX_REPEATS, Program
+from tccl_profiler.protocol import WorkerLost
 from tccl_profiler.rates import Clock, offset_from_pings
 from tccl_py.errors import BrokenLinkError, BudgetSpentError, MeasurementError
 from tccl_py.model.measurement import TOGETHER, FlowCoupling, Measurement, Sets, listed_sets

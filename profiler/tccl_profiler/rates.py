@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tccl_profiler.execution import RunResult, RunSpec
+from tccl_profiler.pool import RunResult, RunSpec
 from tccl_profiler.precision import ChannelRate
 from tccl_profiler.program import FlowEndpoint, Program
 from tccl_py.errors import MeasurementError

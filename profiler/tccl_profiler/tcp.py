@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from tccl_profiler.callers import BACKLOG, accept_callers, tokens_for
 from tccl_profiler.host_device import LANES, ThreadedDevice
 from tccl_profiler.host_lane import RunningLane
-from tccl_profiler.messages import Endpoint, LinkLost, Run, Started
+from tccl_profiler.messages import Endpoint, Run, Started
 from tccl_profiler.program import Lane, Link
+from tccl_profiler.protocol import LinkLost
 from tccl_profiler.shared_memory import differing, write_pattern
 from tccl_py.errors import MeasurementError
 

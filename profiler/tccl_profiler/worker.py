@@ -16,15 +16,24 @@ import threading
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from tccl_profiler import messages
+from tccl_profiler.messages import (
+    DeviceRequests,
+    Endpoint,
+    LinkStep,
+    Pinged,
+    Run,
+    Share,
+    Start,
+    Started,
+)
+from tccl_profiler.program import Link
+from tccl_profiler.protocol import Connection, ConnectionClosed, Server
 from tccl_profiler.shared_memory import Control, Segment
-from tccl_py.errors import MeasurementError
 
 if TYPE_CHECKING:
     from tccl_profiler.cuda_device import CudaDevice
     from tccl_profiler.host_device import HostDevice
-    from tccl_profiler.nccl_links import Communicators
-    from tccl_profiler.tcp import NicDevice, NicLinks
+    from tccl_profiler.tcp import NicDevice
 
     Device = HostDevice | CudaDevice | NicDevice
 
@@ -35,39 +44,69 @@ def main() -> None:
     """Serve the controller at the other end of the socket whose descriptor is argument 1."""
     # Ctrl-C reaches the whole process group; the controller decides what becomes of the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    connection: messages.Connection[messages.ToWorker] = messages.Connection(
-        socket.socket(fileno=int(sys.argv[1])), receives=messages.ToWorker, peer="the controller"
-    )
+    connection = Connection(socket.socket(fileno=int(sys.argv[1])), peer="the controller")
     # ConnectionClosed: the controller is gone or has closed the pool.
-    with contextlib.suppress(messages.ConnectionClosed):
-        _serve(connection)
+    with contextlib.suppress(ConnectionClosed):
+        Worker(connection).serve()
 
 
-def _serve(connection: messages.Connection[messages.ToWorker]) -> None:
-    start, descriptors = connection.receive(None)
-    if not isinstance(start, messages.Start):
-        raise MeasurementError("the first message is not Start")
-    _die_with(connection)
-    device: Device | None = None
-    try:
-        control = Control(Segment.attach(descriptors[0], "control"))
-        device = _device(start, control)
-        started, fds = device.open()
-        connection.send(started, fds)
-        while _answer(connection, device):
-            pass
-    except messages.ConnectionClosed:
-        raise
-    except Exception as error:
-        connection.send(messages.Failed.lost(error))
-    finally:
-        if device is not None:
-            # The rest goes with the process.
+class Worker(Server):
+    """Serves the requests of a controller by one device."""
+
+    called = (
+        DeviceRequests.open,
+        DeviceRequests.share,
+        DeviceRequests.run,
+        DeviceRequests.ping,
+        DeviceRequests.take,
+    )
+    _device: Device
+
+    def serve(self) -> None:
+        """Answer requests until told to stop, and close the device."""
+        try:
+            self.serve_requests()
+        finally:
+            # The rest goes with the process; without a device there is none to close.
             with contextlib.suppress(Exception):
-                device.close()
+                self._device.close()
+
+    def open(self, start: Start) -> Started:
+        """Take the device."""
+        _die_with(self._connection)
+        (control,) = self._connection.take_fds()
+        self._device = _device(start, Control(Segment.attach(control, "control")))
+        started, self._fds = self._device.open()
+        return started
+
+    def share(self, share: Share) -> None:
+        """Take the memory of a space; a GPU's arena has no descriptor."""
+        fds = self._connection.take_fds()
+        self._device.share(share, *(Segment.attach(fd, share.space) for fd in fds))
+
+    def run(self, run: Run) -> None:
+        """Run all repeats of a program."""
+        self._device.run(run)
+
+    def ping(self, count: int) -> Pinged:
+        """Read the clock of the device `count` times."""
+        return self._device.ping(count)
+
+    def take(self, step: LinkStep) -> dict[Link, Endpoint | None]:
+        """Take one step for links."""
+        links, ends = self._device.links, step.ends
+        if step.step == "usable":
+            return dict.fromkeys(links.usable())
+        if step.step == "listen":
+            return dict(zip(ends, links.listen(list(ends)), strict=True))
+        if step.step == "connect":
+            links.connect({link: end for link, end in ends.items() if end}, step.limit_s)
+        else:
+            links.accept(list(ends), step.limit_s)
+        return dict(ends)
 
 
-def _die_with(connection: messages.Connection[messages.ToWorker]) -> None:
+def _die_with(connection: Connection) -> None:
     """End this process when the controller's end closes, even within a driver's call."""
     poller = select.poll()
     poller.register(connection, 0)  # POLLHUP is reported whatever is asked for
@@ -79,7 +118,7 @@ def _die_with(connection: messages.Connection[messages.ToWorker]) -> None:
     threading.Thread(target=watch, name="lifeline", daemon=True).start()
 
 
-def _device(start: messages.Start, control: Control) -> Device:
+def _device(start: Start, control: Control) -> Device:
     if start.network:
         from tccl_py.model.measurement import NIC_TRANSPORTS  # noqa: PLC0415 (of NICs alone)
 
@@ -93,40 +132,6 @@ def _device(start: messages.Start, control: Control) -> Device:
     from tccl_profiler.host_device import HostDevice  # noqa: PLC0415
 
     return HostDevice(start, control)
-
-
-def _answer(connection: messages.Connection[messages.ToWorker], device: Device) -> bool:
-    message, descriptors = connection.receive(None)
-    try:
-        if isinstance(message, messages.Run):
-            device.run(message)
-            connection.send(messages.Done())
-        elif isinstance(message, messages.Ping):
-            connection.send(device.ping(message.count))
-        elif isinstance(message, messages.Share):
-            # A GPU's arena has no descriptor.
-            mapped = [Segment.attach(fd, message.space) for fd in descriptors]
-            device.share(message, *mapped)
-            connection.send(messages.Done())
-        elif isinstance(message, messages.LinkStep):
-            connection.send(_take_step(device.links, message))
-    except MeasurementError as error:
-        # The device itself is sound: it refused, or a link was lost.
-        connection.send(messages.Failed.of(error))
-    return not isinstance(message, messages.Stop)
-
-
-def _take_step(links: NicLinks | Communicators, message: messages.LinkStep) -> messages.LinkEnds:
-    ends = message.ends
-    if message.step == "usable":
-        return messages.LinkEnds(ends=dict.fromkeys(links.usable()))
-    if message.step == "listen":
-        return messages.LinkEnds(ends=dict(zip(ends, links.listen(list(ends)), strict=True)))
-    if message.step == "connect":
-        links.connect({link: end for link, end in ends.items() if end}, message.limit_s)
-    else:
-        links.accept(list(ends), message.limit_s)
-    return messages.LinkEnds(ends=ends)
 
 
 if __name__ == "__main__":

@@ -231,7 +231,7 @@ def test_more_lanes_both_ways_predict_more_and_never_their_sum(session, monkeypa
 
 def test_a_lost_worker_is_replaced_and_the_set_measured_again(session):
     before = set(session.pool.pids)
-    victim = session.pool.workers[0].process.pid
+    victim = session.pool.workers.processes["G0"].process.pid
     os.kill(victim, signal.SIGKILL)
     (found,) = session.profiler.measure([parse_set("G0->G0->C0->G1->G1{blocks=4}")])
     assert found.rate_gbps > 0

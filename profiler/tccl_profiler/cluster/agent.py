@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import math
 import os
 import secrets
 import signal
@@ -14,33 +15,31 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import FrameType
-from typing import Any
 
 import msgspec
 
 from tccl_profiler import linux
 from tccl_profiler.callers import BACKLOG
-from tccl_profiler.cluster import messages as say
 from tccl_profiler.cluster.facts import HostFacts, host_facts
-from tccl_profiler.execution import RunResult, RunSpec
-from tccl_profiler.messages import (
-    ConnectionClosed,
-    DeviceSpec,
-    Done,
-    Failed,
-    LinkEnds,
-    LinkStep,
-    Pinged,
-    Stop,
+from tccl_profiler.messages import DeviceRequests, DeviceSpec, Endpoint, LinkStep, Pinged
+from tccl_profiler.pool import Pool, RunResult, RunSpec
+from tccl_profiler.program import HostProgram, Link
+from tccl_profiler.protocol import (
+    Aborted,
+    Connection,
+    ControllerLost,
+    Envelope,
+    Release,
+    Server,
+    Sign,
+    heartbeats,
 )
-from tccl_profiler.pool import Pool
-from tccl_profiler.program import HostProgram
 from tccl_profiler.session import pool_of
 from tccl_profiler.watch import warnings, watching
 from tccl_py.children import child_command, child_environment, search_path
-from tccl_py.errors import MeasurementError, TcclError, Terminated, limit_reached
+from tccl_py.errors import MeasurementError, Terminated
 from tccl_py.launchers import outside_job
 from tccl_py.model.links import DoctorReport, Proof
 from tccl_py.model.transfer import place_named
@@ -61,14 +60,6 @@ _BOUND = (
 _TERMINATED = 128 + signal.SIGTERM
 
 
-class ControllerLost(Exception):  # noqa: N818 - says what happened
-    """The controller is gone."""
-
-
-class _Aborted(Exception):  # noqa: N818 - says what happened
-    """The controller gives up the current run."""
-
-
 class Ran(msgspec.Struct, frozen=True, kw_only=True):
     """All repeats' results, and how long before its time each Release was read."""
 
@@ -76,52 +67,45 @@ class Ran(msgspec.Struct, frozen=True, kw_only=True):
     early_ns: tuple[int, ...]
 
 
-class Agent:
-    """Serves a controller by CALLED methods, with this host's pool; `name` None: gethostname(2)."""
+class Agent(Server):
+    """Serves a controller by this host's pool; `name` None: gethostname(2)."""
 
     def __init__(
         self,
-        messenger: say.Messenger,
+        connection: Connection,
         *,
         name: str | None = None,
         now_ns: Callable[[], int] = time.monotonic_ns,
         silence_s: float = SILENCE_S,
     ) -> None:
-        self._messenger = messenger
+        super().__init__(connection)
         self._name = socket.gethostname() if name is None else name
         self._now_ns = now_ns
-        self._silence_s = silence_s
+        self.silence_s = silence_s
         self._backend = ""
         self._interfaces: tuple[str, ...] = ()
         self._facts: HostFacts | None = None
         self._pool: Pool | None = None
         self._listeners: list[socket.socket] = []
         self._fork_server = ForkServer()
-        self._number = 0
-        self._stopping: say.Envelope | None = None
-        self._backoff = say.Backoff()
+        self._stopping: Envelope | None = None
         self._prioritised = False
         self._bound = (1, 1)
 
     def serve(self) -> None:
         """Carry out requests until told to stop. Raises ControllerLost."""
         try:
-            with say.heartbeats(lambda: self._messenger.send(0, say.Heartbeat())):
-                while True:
-                    envelope = self._next()
-                    if isinstance(envelope.message, Stop):
-                        self.close()
-                        self._answer(0, say.Leaving())
-                        return
-                    self._number = envelope.number
-                    self._answer(self._number, self._done(envelope.message))
+            with heartbeats(lambda: self._connection.tell(0, Sign.HEARTBEAT)):
+                self.serve_requests()
+                self.close()
+                self._connection.tell(0, Sign.LEAVING)
         except MeasurementError as error:
             # Closed, or a message that cannot be read or sent: the next would make no sense.
             raise ControllerLost(str(error)) from error
         except Terminated:
             # First of all: the controller has a moment to find out who is not to blame.
-            with contextlib.suppress(ConnectionClosed):
-                self._answer(0, say.Leaving())
+            with contextlib.suppress(MeasurementError):
+                self._connection.tell(0, Sign.LEAVING)
             raise
         finally:
             # From now on it ends by itself. (Threads, as in tests, have no signals.)
@@ -137,41 +121,8 @@ class Agent:
         if pool is not None:
             pool.close(hurry=hurry)
 
-    def _poll(self) -> say.Envelope | None:
-        envelope = self._messenger.poll()
-        if envelope is None and time.monotonic() - self._messenger.heard_s > self._silence_s:
-            raise ControllerLost(f"the controller has said nothing for {self._silence_s:g} s")
-        return envelope
-
-    def _next(self, limit_s: float | None = None) -> say.Envelope:
-        if self._stopping is not None:
-            return self._stopping
-        until = None if limit_s is None else time.monotonic() + limit_s
-        while (envelope := self._poll()) is None:
-            if until is not None and time.monotonic() > until:
-                raise MeasurementError(f"host {self._name}: not told to go on within {limit_s:g} s")
-            self._backoff.nap()
-        self._backoff.reset()
-        return envelope
-
-    def _answer(self, number: int, message: say.Message) -> None:
-        self._backoff.reset()
-        self._messenger.send(number, message)
-
-    def _done(self, message: say.Message) -> say.Message:
-        try:
-            if isinstance(message, say.Call):
-                return say.answer_call(CALLED, self, message)
-        except TcclError as error:
-            return Failed.of(error)
-        except _Aborted:
-            pass
-        except Exception as error:
-            if limit_reached(error) is None:
-                raise
-            return Failed.lost(error)
-        # Else it is about a run that has ended by itself: messages arrive in order.
-        return Done()
+    def _next(self, limit_s: float = math.inf) -> Envelope:
+        return self._stopping or super()._next(limit_s)
 
     def clock(self, more: bool) -> int:
         """Return CLOCK_MONOTONIC, in ns; with priority while there are `more` questions."""
@@ -277,7 +228,7 @@ class Agent:
         """Compare each device's clock with this host's."""
         return dict(self._open().ping(count))
 
-    def take(self, step: LinkStep) -> LinkEnds:
+    def take(self, step: LinkStep) -> dict[Link, Endpoint | None]:
         """Take one step for links with ends at devices of this host."""
         return take_step(self._open(), step)
 
@@ -302,7 +253,7 @@ class Agent:
                 execution.wait_resident(repeat)
                 lanes = linux.threads_of(pool.pids)
                 with linux.realtime():
-                    self._answer(self._number, say.Resident())
+                    self._connection.tell(self._number, Sign.RESIDENT)
                     at_ns = self._release_ns()
                     # Lanes not before: others' lanes have still to come, perhaps on these cores.
                     with linux.realtime(lanes):
@@ -317,7 +268,7 @@ class Agent:
         while True:
             envelope = self._next(_RELEASE_S)
             self._heed(envelope)
-            if isinstance(envelope.message, say.Release):
+            if isinstance(envelope.message, Release):
                 return envelope.message.at_ns
 
     def _look(self) -> None:
@@ -325,12 +276,12 @@ class Agent:
         if envelope is not None:
             self._heed(envelope)
 
-    def _heed(self, envelope: say.Envelope) -> None:
+    def _heed(self, envelope: Envelope) -> None:
         """Give a run up that is called off; the next request is then Stop, if that was it."""
-        if isinstance(envelope.message, Stop):
+        if envelope.message is Sign.STOP:
             self._stopping = envelope
-        if isinstance(envelope.message, Stop | say.Abort):
-            raise _Aborted
+        if envelope.message in (Sign.STOP, Sign.ABORT):
+            raise Aborted
 
     # Ranks
 
@@ -366,17 +317,20 @@ class Agent:
             self._close_listeners()
 
 
-_METHODS = (Agent.clock, Agent.describe, Agent.open, Agent.ping, Agent.take, Agent.run)
-_OF_RANKS = (Agent.examine, Agent.environment, Agent.open_rendezvous, Agent.run_ranks)
-CALLED: Mapping[str, Callable[..., Any]] = {m.__name__: m for m in (*_METHODS, *_OF_RANKS)}
+Agent.called = (
+    *(Agent.clock, Agent.describe, Agent.open, Agent.ping, Agent.take, Agent.run),
+    *(Agent.examine, Agent.environment, Agent.open_rendezvous, Agent.run_ranks),
+)
 
 
-def take_step(pool: Pool, step: LinkStep) -> LinkEnds:
+def take_step(pool: Pool, step: LinkStep) -> dict[Link, Endpoint | None]:
     """Take one step for links with ends at devices of this host."""
     all_workers = step.step == "usable"
     by_worker = step.shares(lambda name: place_named(name).device)
     shares = dict.fromkeys(pool.lanes, step) if all_workers else by_worker
-    return LinkEnds.join(pool.ask(shares, LinkEnds, step.limit_s).values())
+    requests = {device: (share,) for device, share in shares.items()}
+    answers = pool.ask(DeviceRequests.take, requests, step.limit_s)
+    return {link: end for ends in answers.values() for link, end in ends.items()}
 
 
 def set_agent_signals() -> None:
@@ -392,10 +346,10 @@ def _terminate(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 (a
 
 def main() -> None:
     """Serve the controller at the socket whose descriptor is argument 1, as host argument 2."""
-    messenger = say.Messenger(socket.socket(fileno=int(sys.argv[1])), peer="the controller")
+    connection = Connection(socket.socket(fileno=int(sys.argv[1])), peer="the controller")
     set_agent_signals()
     try:
-        Agent(messenger, name=(*sys.argv[2:], None)[0]).serve()
+        Agent(connection, name=(*sys.argv[2:], None)[0]).serve()
     except (ControllerLost, Terminated):
         sys.exit(_TERMINATED)
 

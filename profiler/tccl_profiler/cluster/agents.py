@@ -7,35 +7,30 @@ MPI Benchmarking, TPDS 2016.)
 
 from __future__ import annotations
 
-import math
+import re
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 
-import msgspec
-
-from tccl_profiler import messages
-from tccl_profiler.cluster import messages as say
 from tccl_profiler.cluster.agent import PROOF_S, Agent, Ran
 from tccl_profiler.cluster.clocks import HostClock
 from tccl_profiler.cluster.facts import HostFacts
 from tccl_profiler.cluster.job import Job
-from tccl_profiler.cluster.messages import Backoff, Message
 from tccl_profiler.compiler import links_of
-from tccl_profiler.execution import RunResult, RunSpec
 from tccl_profiler.linux import realtime
-from tccl_profiler.messages import (
-    MAKING,
-    ConnectionClosed,
-    ConnectionTimeout,
-    Failed,
-    LinkEnds,
+from tccl_profiler.messages import MAKING, LinkEnds, LinkStep, Pinged
+from tccl_profiler.nccl_links import process_variables
+from tccl_profiler.pool import RunResult, RunSpec
+from tccl_profiler.program import Link, Program
+from tccl_profiler.protocol import (
     LinkLost,
-    LinkStep,
+    Peers,
+    Question,
+    Release,
+    Sign,
+    Timeouts,
     WorkerLost,
 )
-from tccl_profiler.nccl_links import process_variables
-from tccl_profiler.program import Link, Program
 from tccl_profiler.rates import ClockReading, offset_from_pings
 from tccl_py.errors import InputError, MeasurementError, SourceLostError
 from tccl_py.model.links import DoctorReport, Proof
@@ -43,7 +38,6 @@ from tccl_py.model.transfer import TransferSet, place_named
 from tccl_py.rank_processes.rank import Rendezvous
 from tccl_py.rank_processes.tasks import RankOutput, Task
 
-_LOOK_S = 0.2
 _PING_LIMIT_S = 0.1
 _RELEASES, _LINKS = 3, 2  # attempts at a run, where hosts were late and where a link broke
 _SPARE_S = 30.0  # time after the timeout of what an agent runs in which it reports it
@@ -58,132 +52,39 @@ _LATE_SHARE = 0.02
 """A release that came later than this share of a window is void: the run is repeated."""
 
 
-class HostTimeouts(msgspec.Struct, frozen=True, kw_only=True):
-    """How long the controller waits, in seconds: for a silent host, an answer, workers to start."""
-
-    silence_s: float = 10.0
-    answer_s: float = 90.0
-    start_s: float = 180.0
+HOST_TIMEOUTS = Timeouts(start_s=180.0, answer_s=90.0, silence_s=10.0)
 
 
 class HostLost(SourceLostError):  # noqa: N818 - says what happened
     """A host has died or stalls: nothing can be measured any more."""
 
 
-class Agents:
+class Agents(Peers):
     """All agents of a job. Methods raise HostLost, and break the job, if a host is gone."""
 
-    grace_s = 0.0
-    """Seconds between a host's failure and the end of what the rest do: they may know the cause."""
-
-    def __init__(self, job: Job, *, timeouts: HostTimeouts | None = None) -> None:
+    def __init__(self, job: Job, *, timeouts: Timeouts = HOST_TIMEOUTS) -> None:
+        super().__init__(timeouts)
         self._job = job
-        self._messengers = {host: job.messenger(host) for host in job.hosts}
-        self.hosts = tuple(self._messengers)
-        self.timeouts = timeouts or HostTimeouts()
-        self._number = 0
-        self._backoff = Backoff()
+        self.connections = {host: job.agent(host) for host in job.hosts}
+        self.hosts = tuple(self.connections)
 
-    def number(self) -> int:
-        """Return a number for a new question."""
-        self._number += 1
-        return self._number
+    def label(self, name: str) -> tuple[str, str]:
+        """Return a host in words, and an expression of the words by which it is named."""
+        # By its places or as a host: a name as `node` or `h1` may be part of other words.
+        host = re.escape(name)
+        return f"host {name}", rf"host {host}(?![\w.-])|(?<![\w.-]){host}\.[GCDN]\d"
 
-    def tell(self, host: str, number: int, message: Message) -> None:
-        """Send a message."""
-        try:
-            self._messengers[host].send(number, message)
-        except ConnectionClosed as error:
-            if isinstance(error.__cause__, ConnectionTimeout):
-                raise self._gone(
-                    host, "does not read what it is sent: it stalls or is cut"
-                ) from error
-            raise self._find_dead(host) from error
-
-    def heard(
-        self, number: int, hosts: Iterable[str], limit_s: float | None = None
-    ) -> dict[str, Message]:
-        """Return one message with this number of each host; fewer if one fails (see `grace_s`)."""
-        limit_s = self.timeouts.answer_s if limit_s is None else limit_s
-        waiting, answers = dict.fromkeys(hosts), dict[str, Message]()
-        begun = looked = time.monotonic()
-        ends = math.inf
-        self._backoff.reset()
-        while True:
-            for host in list(waiting):
-                message = self._poll(host, number)
-                if message is not None:
-                    answers[host] = message
-                    del waiting[host]
-                    self._backoff.reset()
-                if isinstance(message, Failed):
-                    ends = min(ends, time.monotonic() + self.grace_s)
-            if not waiting or time.monotonic() >= ends:
-                return answers
-            if time.monotonic() - looked > _LOOK_S:
-                looked = time.monotonic()
-                self._look(waiting, begun, limit_s)
-            self._backoff.nap(1e-3)
-
-    def _poll(self, host: str, number: int) -> Message | None:
-        try:
-            envelope = self._messengers[host].poll()
-        except ConnectionClosed as error:
-            raise self._find_dead(host) from error
-        except MeasurementError as error:
-            raise self._gone(host, str(error)) from error
-        return None if envelope is None or envelope.number != number else envelope.message
-
-    def _look(self, waiting: Iterable[str], begun: float, limit_s: float) -> None:
-        time_s, silence_s = time.monotonic(), self.timeouts.silence_s
-        for host in waiting:
-            heard = max(self._messengers[host].heard_s, begun)
-            if time_s - heard > silence_s:
-                raise self._gone(host, f"has said nothing for {silence_s:g} s: it stalls or is cut")
-            if time_s - begun > limit_s:
-                raise self._gone(host, f"has not answered for {limit_s:g} s")
-
-    def _find_dead(self, host: str) -> BaseException:
-        for peer, messenger in {host: self._messengers[host], **self._messengers}.items():
-            if messenger.has_died():
-                return self._gone(peer, "its agent has died")
+    def lost(self, name: str, what: str = "") -> BaseException:
+        """Return the error for a host that is of no more use; without `what`, an agent is gone."""
         self._job.broken = True
-        return KeyboardInterrupt()
-
-    def _gone(self, host: str, what: str) -> HostLost:
-        self._job.broken = True
-        return HostLost(f"host {host}: {what}; see what became of it, and start the job again")
-
-    def ask(
-        self,
-        method: Callable[..., say.Result],
-        given: Mapping[str, tuple[object, ...]],
-        limit_s: float | None = None,
-    ) -> dict[str, say.Result]:
-        """Call a method of agents, all at once, with arguments by host; raises as `answers`."""
-        number = self.number()
-        for host, arguments in given.items():
-            self.tell(host, number, say.call_of(method, arguments))
-        answers = self.answers(number, given, say.Returned, limit_s)
-        return {host: say.result_of(method, host, answer) for host, answer in answers.items()}
-
-    def answers(
-        self,
-        number: int,
-        hosts: Collection[str],
-        kind: type[say.Kind],
-        limit_s: float | None = None,
-    ) -> dict[str, say.Kind]:
-        """Return an answer of this type of each host; a failure has the rest give up."""
-        answers = self.heard(number, hosts, limit_s)
-        if any(not isinstance(answer, kind) for answer in answers.values()):
-            self.give_up(hosts)
-        return say.check_answers({host: answers[host] for host in hosts if host in answers}, kind)
-
-    def give_up(self, hosts: Iterable[str]) -> None:
-        """Have hosts give up what they run; their late answers have another number."""
-        for host in hosts:
-            self.tell(host, self.number(), say.Abort())
+        if not what:
+            peers = {name: self.connections[name], **self.connections}
+            dead = [host for host, connection in peers.items() if connection.has_died()]
+            if not dead:
+                return KeyboardInterrupt()
+            name, what = dead[0], "its agent has died"
+        advice = "see what became of it, and start the job again"
+        return HostLost(f"host {name}: {what}; {advice}")
 
     def describe(
         self, backend: str, *, devices: int | None = None, interfaces: Sequence[str] = ()
@@ -207,26 +108,20 @@ class Agents:
 
     def reading(self, host: str, count: int) -> ClockReading:
         """Return a host's clock against this host's, by so many pings."""
-        asked_ns, there_ns, seen = [], [], []
+        asked_ns, there_ns, seen_ns = [], [], []
         with realtime():
             for remaining in reversed(range(count)):
-                number, call = self.number(), say.call_of(Agent.clock, (remaining > 0,))
+                question = Question(self.number())
                 asked_ns.append(time.monotonic_ns())
-                self.tell(host, number, call)
-                answer, seen_ns = self._pong(host, number)
-                seen.append(seen_ns)
-                there_ns.append(say.result_of(Agent.clock, host, answer))
-        return offset_from_pings(asked_ns, there_ns, seen)
-
-    def _pong(self, host: str, number: int) -> tuple[say.Returned, int]:
-        """Return an answer, which is awaited without naps for a while, and when it came."""
-        until = time.monotonic() + _PING_LIMIT_S
-        while (message := self._poll(host, number)) is None and time.monotonic() < until:
-            pass
-        seen_ns = time.monotonic_ns()
-        if message is None:
-            message, seen_ns = self.heard(number, (host,))[host], time.monotonic_ns()
-        return say.check_answers({host: message}, say.Returned)[host], seen_ns
+                self.begin(question, Agent.clock, {host: (remaining > 0,)})
+                # Without naps for a while.
+                until = time.monotonic() + _PING_LIMIT_S
+                while question.waiting and time.monotonic() < until:
+                    self.hear(question)
+                self.heard(question, self.timeouts.answer_s)
+                seen_ns.append(time.monotonic_ns())
+                there_ns.append(self.results(question, Agent.clock)[host])
+        return offset_from_pings(asked_ns, there_ns, seen_ns)
 
 
 class ClusterPool:
@@ -277,7 +172,7 @@ class ClusterPool:
         if self._broken:
             self.restart()
 
-    def ping(self, count: int = 16) -> Mapping[str, messages.Pinged]:
+    def ping(self, count: int = 16) -> Mapping[str, Pinged]:
         """Compare each device's clock with this host's, through its own host's clock."""
         self._ready()
         for host, clock in self._clocks.items():
@@ -353,40 +248,41 @@ class ClusterPool:
     def _usable(self, hosts: Collection[str]) -> dict[str, set[Link]]:
         arguments = dict.fromkeys(hosts, (LinkStep(step="usable"),))
         answers = self._agents.ask(Agent.take, arguments)
-        return {host: set(answer.ends) for host, answer in answers.items()}
+        return {host: set(ends) for host, ends in answers.items()}
 
     def _make(self, links: list[Link]) -> None:
         """Open links in three phases: receivers listen, senders connect, receivers accept."""
-        made = LinkEnds(ends=dict.fromkeys(links))
+        made: LinkEnds = dict.fromkeys(links)
         for step in MAKING:
-            shares = LinkStep(step=step, ends=made.ends).shares(lambda name: place_named(name).host)
+            shares = LinkStep(step=step, ends=made).shares(lambda name: place_named(name).host)
             arguments = {host: (share,) for host, share in shares.items()}
-            made = LinkEnds.join(self._agents.ask(Agent.take, arguments).values())
+            answers = self._agents.ask(Agent.take, arguments)
+            made = {link: end for ends in answers.values() for link, end in ends.items()}
 
     # One run
 
     def _attempt(self, program: Program, spec: RunSpec) -> tuple[list[RunResult], bool]:
-        number, hosts = self._agents.number(), program.hosts
-        limit_s = self._agents.timeouts.answer_s + spec.lasting_s
+        agents, hosts = self._agents, program.hosts
+        question = Question(agents.number())
+        limit_s = agents.timeouts.answer_s + spec.lasting_s
         try:
-            for host in hosts:
-                call = say.call_of(Agent.run, (program.on(host), spec.on(host)))
-                self._agents.tell(host, number, call)
+            shares = {host: (program.on(host), spec.on(host)) for host in hosts}
+            agents.begin(question, Agent.run, shares)
             for _ in range(spec.repeats):
-                self._agents.answers(number, hosts, say.Resident, limit_s)
+                agents.answers(question, Sign, limit_s)
+                question = Question(question.number, hosts)
                 # Agree on a time, and tell each host what that is by its clock.
                 at_ns = time.monotonic_ns() + self.ahead_ns
                 for host in hosts:
-                    release = say.Release(at_ns=self._clocks[host].there_ns(at_ns))
-                    self._agents.tell(host, number, release)
-            answers = self._agents.answers(number, hosts, say.Returned, limit_s)
+                    release = Release(at_ns=self._clocks[host].there_ns(at_ns))
+                    agents.tell(host, question.number, release)
+            ran = agents.results(question, Agent.run, limit_s)
         except SourceLostError:
             # The job ends here, and with it what the other hosts do.
             raise
         except BaseException:
-            self._agents.give_up(hosts)
+            agents.give_up(hosts)
             raise
-        ran = {host: say.result_of(Agent.run, host, answer) for host, answer in answers.items()}
         return self.judge(ran, spec)
 
     def judge(self, ran: Mapping[str, Ran], spec: RunSpec) -> tuple[list[RunResult], bool]:
@@ -419,8 +315,8 @@ class RankJobs(Agents):
 
         The address is that by which the agents of the job have reached each other.
         """
-        ends = [messenger.ends for messenger in self._messengers.values()]
-        address = self._messengers[host].ends[1] or max(own for own, _ in ends) or "127.0.0.1"
+        ends = [connection.ends for connection in self.connections.values()]
+        address = self.connections[host].ends[1] or max(own for own, _ in ends) or "127.0.0.1"
         return self.ask(Agent.open_rendezvous, {host: (count, address)})[host]
 
     def run(self, tasks: Mapping[str, Sequence[Task]]) -> dict[str, tuple[RankOutput, ...]]:

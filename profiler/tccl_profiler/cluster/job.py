@@ -23,10 +23,16 @@ from typing import Any, Protocol
 import msgspec
 
 from tccl_profiler.callers import accept_callers, listening, tokens_for
-from tccl_profiler.cluster import messages as say
-from tccl_profiler.cluster.agent import Agent, ControllerLost, set_agent_signals
+from tccl_profiler.cluster.agent import Agent, set_agent_signals
 from tccl_profiler.cluster.facts import addresses
-from tccl_profiler.messages import ConnectionClosed, Endpoint, Stop
+from tccl_profiler.messages import Endpoint
+from tccl_profiler.protocol import (
+    Connection,
+    ControllerLost,
+    Sign,
+    heartbeats,
+    wait_for,
+)
 from tccl_py.children import child_environment, child_with_socket, search_path
 from tccl_py.errors import InputError, MeasurementError, SourceLostError, Terminated, raise_limit
 from tccl_py.model.cluster import check_host_name
@@ -108,7 +114,7 @@ def _gather(bootstrap: Bootstrap, join_s: float) -> Job:
             right = "start one tccl command with the same arguments on all hosts"
             raise InputError("this MPI job", fault, right)
         peers[rank] = msgspec.msgpack.decode(data, type=PeerInfo)
-    connections: dict[int, say.Messenger] = {}
+    connections: dict[int, Connection] = {}
     if bootstrap.size > 1:
         raise_limit(resource.RLIMIT_NOFILE, 2 * bootstrap.size + _SPARE_DESCRIPTORS)
         local = addresses()
@@ -140,23 +146,23 @@ def _connect(address: Endpoint) -> socket.socket:
     raise MeasurementError(f"the controller is not reached at {', '.join(address.addresses)}")
 
 
-def _connection(sock: socket.socket, peer: str) -> say.Messenger:
+def _connection(sock: socket.socket, peer: str) -> Connection:
     """Return a connection that sends small messages at once and notices a host that vanished."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    return say.Messenger(sock, peer=peer)
+    return Connection(sock, peer=peer)
 
 
 class Job:
     """This rank's part: the controller has all `peers` and connections, others have one to it."""
 
     def __init__(
-        self, rank: int, peers: Mapping[int, PeerInfo], connections: Mapping[int, say.Messenger]
+        self, rank: int, peers: Mapping[int, PeerInfo], connections: Mapping[int, Connection]
     ) -> None:
         self.is_controller = rank == CONTROLLER
         self.peers = peers
         self.connections = connections
-        self._local: tuple[subprocess.Popen[bytes], say.Messenger] | None = None
+        self._local: tuple[subprocess.Popen[bytes], Connection] | None = None
         self._heart = contextlib.ExitStack()
         self._usual: Any = signal.SIG_DFL
         self._launcher = os.getppid()
@@ -165,7 +171,7 @@ class Job:
     def __enter__(self) -> Job:
         if self.is_controller:
             self._usual = signal.signal(signal.SIGTERM, self._handle_sigterm)
-            self._heart.enter_context(say.heartbeats(self._beat))
+            self._heart.enter_context(heartbeats(self._beat))
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -180,8 +186,8 @@ class Job:
             # Other ranks end when their connection does. If something is to be said first,
             # connections end with this process.
             if exception[1] is None or not self.is_controller:
-                for messenger in self.connections.values():
-                    messenger.close()
+                for connection in self.connections.values():
+                    connection.close()
 
     # The controller's side
 
@@ -199,7 +205,7 @@ class Job:
             ranks.setdefault(peer.host, []).append(rank)
         return ranks
 
-    def messenger(self, host: str) -> say.Messenger:
+    def agent(self, host: str) -> Connection:
         """Return the connection to a host's agent, which is started on this host."""
         rank = self.hosts[host][0]
         if rank != CONTROLLER:
@@ -208,33 +214,34 @@ class Job:
             self._local = agent_process()
         return self._local[1]
 
-    def _messengers(self) -> list[say.Messenger]:
+    def _all_connections(self) -> list[Connection]:
         return [*self.connections.values(), *([self._local[1]] if self._local else [])]
 
     def _beat(self) -> None:
         if os.getppid() != self._launcher:
             # A killed launcher tells nobody, and MPI has ended here.
             os.kill(os.getpid(), signal.SIGTERM)
-        for messenger in self._messengers():
-            with contextlib.suppress(ConnectionClosed):
-                messenger.send(0, say.Heartbeat())
+        for connection in self._all_connections():
+            with contextlib.suppress(MeasurementError):
+                connection.tell(0, Sign.HEARTBEAT)
 
     def _end_all(self) -> None:
-        waiting = self._messengers()
-        for messenger in waiting:
-            with contextlib.suppress(ConnectionClosed):
-                messenger.send(0, Stop())
+        waiting = self._all_connections()
+        for connection in waiting:
+            with contextlib.suppress(MeasurementError):
+                connection.tell(0, Sign.STOP)
         if self.broken:
             # The launcher is about to kill this process, which has a message to print before.
             # Agents end by themselves: they were told, and their connection ends.
             return
-        until, backoff = time.monotonic() + _GOODBYE_S, say.Backoff()
-        while waiting and time.monotonic() < until:
-            waiting = [messenger for messenger in waiting if not messenger.has_ended()]
-            backoff.nap(1e-3)
+        until = time.monotonic() + _GOODBYE_S
+        while (
+            waiting := [connection for connection in waiting if not connection.has_ended()]
+        ) and time.monotonic() < until:
+            wait_for(waiting, until - time.monotonic())
         if self._local is not None:
-            process, messenger = self._local
-            messenger.close()
+            process, connection = self._local
+            connection.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(1.0)
             process.kill()
@@ -249,7 +256,7 @@ class Job:
         self.broken = True
         # A connection ends with its rank, before the launcher hears of it.
         time.sleep(_LAST_WORDS_S)
-        dead = [rank for rank, messenger in self.connections.items() if messenger.has_died()]
+        dead = [rank for rank, connection in self.connections.items() if connection.has_died()]
         if not dead:
             raise KeyboardInterrupt
         died = [f"host {self.peers[rank].host}: its rank {rank} has died" for rank in dead]
@@ -273,7 +280,7 @@ class Job:
             return 128 + signal.SIGTERM
 
 
-def agent_process(name: str | None = None) -> tuple[subprocess.Popen[bytes], say.Messenger]:
+def agent_process(name: str | None = None) -> tuple[subprocess.Popen[bytes], Connection]:
     """Start an agent on this host, in a process of its own, and connect to it."""
     arguments = [] if name is None else [name]
     environment = child_environment({**os.environ, "PYTHONPATH": os.pathsep.join(search_path())})
@@ -281,4 +288,4 @@ def agent_process(name: str | None = None) -> tuple[subprocess.Popen[bytes], say
         "tccl_profiler.cluster.agent", *arguments, environment=environment
     )
     who = "this host's agent" if name is None else f"the agent of host {name}"
-    return process, say.Messenger(sock, peer=who)
+    return process, Connection(sock, peer=who)
