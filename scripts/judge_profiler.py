@@ -113,7 +113,7 @@ class opened:  # noqa: N801 - reads as a function does
 
     def __init__(self, discovered, folder, number):
         machine, _, fingerprint = discovered
-        self.session = Session(machine, fingerprint, options=Options(sentinel_every=0))
+        self.session = Session(machine, fingerprint)
         self.path = folder / f"journal-{number}.jsonl"
 
     def __enter__(self):
@@ -288,7 +288,7 @@ def search_speed(discovered, session) -> dict[str, float]:
     """Return sets per second in a search: every ring of the machine, measured as in a plan."""
     first, *others = discovered[0].gpu_indices
     speeds = {}
-    session.profiler.options = Options(stopping=Stopping(limit=6), sentinel_every=0)
+    session.profiler.options = Options(stopping=Stopping(limit=6))
     for name, settings in {
         "direct": DEFAULT,
         "bounce, FIFO 512 KiB": Settings(

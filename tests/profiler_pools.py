@@ -32,7 +32,7 @@ BOUNCE = parse_set("G0->G0->C0->G1->G1{blocks=1,fifo=256K}")
 
 def options(**more):
     more = {"limits": LIMITS, "stopping": Stopping(minimum=REPEATS, limit=REPEATS), **more}
-    return Options(**{"sentinel_every": 0, **more})
+    return Options(**more)
 
 
 def moving(pool, text, **more):

@@ -356,7 +356,6 @@ def open_session(place, gpus, _):
         stopping=Stopping(target=9.0, minimum=1, limit=1),
         # On busy cores less may pass without anything moving.
         limits=WindowLimits(minimum_ms=30, maximum_ms=400),
-        sentinel_every=0,
     )
     return Session(
         place.machine, place.fingerprint, backend=place.backend, gpus=gpus, options=options

@@ -575,7 +575,7 @@ def test_how_far_ahead_to_agree_follows_what_messages_take():
 
 
 LIMITS = WindowLimits(minimum_ms=5, maximum_ms=50, start_error_share=0.1)
-QUICK = Options(stopping=Stopping(minimum=3, limit=3), limits=LIMITS, sentinel_every=0)
+QUICK = Options(stopping=Stopping(minimum=3, limit=3), limits=LIMITS)
 ACROSS = "h0.C0->h0.N0->h1.N0->h1.N0->h1.C0{blocks=1,fifo=64K}"
 INSIDE = "h0.G0->h0.G0->h0.C0->h0.G1->h0.G1{blocks=1,fifo=256K}"
 

@@ -49,7 +49,7 @@ class Rates:
 
 
 def profiler_of(pool, **more):
-    settings = {"stopping": Stopping(limit=6), "sentinel_every": 0, **more}
+    settings = {"stopping": Stopping(limit=6), **more}
     return Profiler(pool, options=Options(**settings), clock=pool.clock)
 
 

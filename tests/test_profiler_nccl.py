@@ -244,7 +244,6 @@ def session(job):
 OPTIONS = Options(
     stopping=Stopping(target=0.5, minimum=2, limit=2),
     limits=WindowLimits(minimum_ms=5.0, maximum_ms=50.0, longest_ms=100.0, start_error_share=1.0),
-    sentinel_every=0,
     network="nccl",
 )
 ONLY = {"h0": frozenset({"G0", "N0"}), "h1": frozenset({"G0", "N0"})}

@@ -152,12 +152,6 @@ def test_data_are_compared_once_or_always(pool, monkeypatch, check, checks):
     assert windows.count(min(windows)) == checks
 
 
-def test_the_sentinel_is_measured_among_the_sets(pool):
-    profiler = Profiler(pool, options=options(sentinel_every=2))
-    profiler.measure([BOUNCE, parse_set(DIRECT), BOUNCE, parse_set(DIRECT)])
-    assert profiler.sets_run == 6
-
-
 def test_flows_that_meet_pass_on_or_are_independent(pool):
     for meeting in ("pass-on", "independent"):
         assert moving(pool, BOTH_WAYS, meeting=meeting).overlap > 0

@@ -230,7 +230,7 @@ def test_lanes_are_known_by_their_median():
 
 
 def profiler_of(pool, **more):
-    options = Options(**{"sentinel_every": 0, **more})
+    options = Options(**more)
     return Profiler(pool, options=options, clock=pool.clock)
 
 
@@ -537,14 +537,6 @@ def test_a_clock_that_jumps_is_noted_and_read_anew():
     pool.now_ns += 1000 * MS
     one(profiler)
     assert profiler.notices == [notice]
-
-
-def test_a_machine_that_drifts_is_noted():
-    pool = FakePool(lambda text, number: [20.0 if number < 15 else 10.0] * len(parse_set(text)))
-    profiler = profiler_of(pool, sentinel_every=2)
-    profiler.measure([parse_set(DIRECT)])
-    profiler.measure([parse_set(BOUNCE)] * 5)
-    assert profiler.notices[0].startswith(f"sentinel {DIRECT}: flow 0 went from 20 to 10")
 
 
 def test_a_flow_that_damages_data_is_named():

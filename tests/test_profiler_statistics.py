@@ -1,4 +1,4 @@
-"""Intervals of medians, odd repeats, when to stop, and drift."""
+"""Intervals of medians, odd repeats, and when to stop."""
 
 import itertools
 import math
@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from scipy.stats import quantile_test
 
-from tccl_profiler.precision import Stopping, drift, outliers, relative_width
+from tccl_profiler.precision import Stopping, outliers, relative_width
 from tccl_py.errors import InputError
 from tccl_py.statistics import median_interval
 
@@ -176,32 +176,3 @@ def test_no_set_stops_before_the_minimum_or_goes_on_beyond_the_limit(samples, ta
 def test_a_stopping_rule_that_cannot_be_met_is_refused():
     with pytest.raises(InputError, match=r"give target > 0"):
         Stopping(minimum=9, limit=8)
-
-
-def drifted(*medians, repeats=8):
-    rows = [[steady(repeats), steady(repeats, median)] for median in medians]
-    return drift("G0->G0->G1 + G1->G1->G0", rows[0], rows[-1], len(rows))
-
-
-def test_a_machine_that_stays_the_same_does_not_drift():
-    assert drifted(24.0) is None
-    assert drifted(24.0, 12.0, 24.1) is None
-
-
-def test_drift_names_the_flow_the_rates_and_what_to_look_for():
-    said = drifted(24.0, 24.0, 23.0)
-    assert said.startswith("sentinel G0->G0->G1 + G1->G1->G0: flow 1 ")
-    assert all(part in said for part in ("from 24.01 to 23.01 GB/s (-4.2%)", "first of 3 times"))
-
-
-@given(st.floats(1.0, 48.0))
-def test_drift_is_told_exactly_beyond_the_tolerance(median):
-    relative = median / 24.0 - 1
-    assume(abs(abs(relative) - 0.02) > 1e-3)
-    assert (drifted(24.0, median) is not None) == (abs(relative) > 0.02)
-
-
-def test_a_change_that_the_spread_explains_is_no_drift():
-    before, after = [20.0, 28.0, 21.0, 27.0, 22.0, 26.0], [21.0, 29.0, 22.0, 28.0, 23.0, 27.0]
-    assert drift("G0->G0->G1", [before], [after], 2) is None
-    assert drifted(24.0, 12.0, repeats=5) is None

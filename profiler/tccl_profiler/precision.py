@@ -1,4 +1,4 @@
-"""Precision of measurements: windows and copy paces, the stopping rule, outliers, and drift.
+"""Precision of measurements: windows and copy paces, the stopping rule, and outliers.
 
 A kernel stops by the clock; a copy engine's work is queued beforehand, so its pace must last.
 """
@@ -141,12 +141,11 @@ def _pace(part: FlowEndpoint, gbps: float, lasting_us: float, most: int) -> Pace
     return Pace(groups=min(math.ceil(wanted_us / (slices * slice_us)) + 2, most), slices=slices)
 
 
-# Stopping rule, outliers, and drift of repeated measurements.
+# Stopping rule and outliers of repeated measurements.
 
 
 OUTLIER_SCORE = 3.5  # modified z-score beyond which a sample is flagged (Iglewicz & Hoaglin 1993)
 MAD_FLOOR = 0.001  # share of the median below which a spread is the timer's step
-_DRIFT = 0.02  # relative change of a median that is ignored
 
 
 def relative_width(samples: Sequence[float]) -> float:
@@ -196,31 +195,3 @@ class Stopping(msgspec.Struct, frozen=True, kw_only=True):
         return len(samples_by_flow[0]) >= self.minimum and all(
             relative_width(row) < self.target for row in samples_by_flow
         )
-
-
-def drift(
-    transfers: str, first: Sequence[Sequence[float]], newest: Sequence[Sequence[float]], times: int
-) -> str | None:
-    """Return a notice of the flow that changed most, if beyond tolerance; rows are flows."""
-    changes = [_certain_change(*rows) for rows in zip(first, newest, strict=True)]
-    flow = max(range(len(changes)), key=lambda i: abs(changes[i]))
-    if abs(changes[flow]) <= _DRIFT:
-        return None
-    before, after = (float(np.median(rows[flow])) for rows in (first, newest))
-    return (
-        f"sentinel {transfers}: flow {flow} went from {before:.4g} to {after:.4g} GB/s "
-        f"({changes[flow]:+.1%}) since the first of {times} times; rates between "
-        "may not be comparable: look for other jobs and for clocks lowered by heat"
-    )
-
-
-def _certain_change(first: Sequence[float], newest: Sequence[float]) -> float:
-    """Return the median's relative change, 0 if facing sides of the intervals explain it."""
-    if min(len(first), len(newest)) < LEAST_VALUES:
-        return 0.0
-    old, new = median_interval(first), median_interval(newest)
-    change = new.middle - old.middle
-    fell = math.hypot(old.middle - old.low, new.high - new.middle)
-    rose = math.hypot(old.high - old.middle, new.middle - new.low)
-    certain = abs(change) > (fell if change < 0 else rose)
-    return change / old.middle if certain else 0.0

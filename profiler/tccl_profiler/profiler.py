@@ -19,7 +19,6 @@ from tccl_profiler.precision import (
     Window,
     WindowLimits,
     choose_window,
-    drift,
     needs_longer,
     outliers,
     paces_for,
@@ -56,8 +55,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """Whether each flow's data are compared once, or with every set."""
     seconds_per_set: float = 5.0
     """A set that has taken so long gets no repeats beyond `stopping.minimum`."""
-    sentinel_every: int = 100
-    """After so many sets the first one is measured again, to detect drift; 0 is never."""
     network: str = "tcp"
     """A name of NIC_TRANSPORTS."""
 
@@ -100,20 +97,12 @@ class Profiler:
         self._windows: dict[TransferSet, tuple[Window, tuple[ChannelRate, ...]]] = {}
         self._checked: set[str] = set()
         self._uncontended: dict[TransferSet, Mapping[Flow, float]] = {}
-        self._sentinel: Measurement | None = None
-        self._sentinel_times = 1
-        self._since_sentinel = 0
-        self._drifted: str | None = None
         self.notices = [] if notices is None else notices
         self.sets_run = 0
 
     def measure(self, sets: Sets) -> Sequence[Measurement]:
         """Measure each set, flow or text. BudgetSpentError: one would end after the deadline."""
-        results = []
-        for transfers in listed_sets(sets):
-            results.append(self._retry(transfers, self._measure))
-            self._watch_drift(results[-1])
-        return results
+        return [self._retry(transfers, self._measure) for transfers in listed_sets(sets)]
 
     def exercise(self, transfers: TransferSet) -> None:
         """Run a set for a moment without measuring it, so that links wake up."""
@@ -317,7 +306,7 @@ class Profiler:
             for result in results
         ]
 
-    # Clocks and drift
+    # Clocks
 
     def _read_clocks(self) -> None:
         """Compare the devices' clocks with the host's, unless that was just done."""
@@ -328,30 +317,6 @@ class Profiler:
             reading = offset_from_pings(pinged.asked_ns, pinged.device_ns, pinged.seen_ns)
             self.note(clock.add(reading))
         self._pinged_s = self._now()
-
-    def _watch_drift(self, measurement: Measurement) -> None:
-        """Measure the first set again every so many sets, and replace the notice of drift."""
-        if not self.options.sentinel_every:
-            return
-        first = self._sentinel = self._sentinel or measurement
-        self._since_sentinel += 1
-        if self._since_sentinel < self.options.sentinel_every:
-            return
-        self._since_sentinel = 0
-        try:
-            newest = self._retry(first.transfers, self._measure)
-        except BudgetSpentError:
-            return
-        except MeasurementError as error:
-            # The set that was asked for has been measured, and counts.
-            self.note(f"the first set could not be measured again: {error}")
-            return
-        self._sentinel_times += 1
-        if self._drifted in self.notices:
-            self.notices.remove(self._drifted)
-        samples = first.samples_gbps, newest.samples_gbps
-        self._drifted = drift(str(first.transfers), *samples, self._sentinel_times)
-        self.note(self._drifted)
 
     def note(self, *texts: str | None) -> None:
         """Add notices, each once."""
