@@ -21,7 +21,7 @@ from tccl_profiler.session import Session
 from tccl_profiler.watch import GpuConditions
 from tccl_py.errors import MeasurementError
 from tccl_py.model.machine import Fingerprint
-from tccl_py.model.measurement import BandwidthSource, faults
+from tccl_py.model.measurement import faults
 from tccl_py.model.transfer import parse_set
 from tccl_py.sources.opening import open_source
 from tccl_py.sources.profiled import measured_machine
@@ -93,11 +93,6 @@ def test_every_kind_of_flow_has_a_rate(pool, text):
     assert 1000 <= measurement.window_us <= 500_000
     assert not measurement.simulated
     assert measurement.source == "host backend"
-
-
-def test_it_is_a_bandwidth_source(profiler):
-    assert isinstance(profiler, BandwidthSource)
-    assert profiler.simulated is False
 
 
 def test_workers_are_started_once_and_measure_many_sets(pool, profiler):

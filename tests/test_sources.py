@@ -11,7 +11,7 @@ from tccl_py.model.transfer import parse_set
 from tccl_py.simulator.descriptions import load_bundled, model_for
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.bench import Bench
-from tccl_py.sources.journal import JournalFile
+from tccl_py.sources.journal import JournalFile, RecordedSource
 from tccl_py.sources.opening import open_source
 from tccl_py.sources.profiled import MeasurementOptions, measured_machine
 from tests.planned import SMALL
@@ -22,12 +22,12 @@ SETS = [parse_set(text) for text in ("G0->G0->G1", "G1->G1->G0 G0->G0->C0->G1->G
 
 
 @contextmanager
-def journal_alone(place):
-    """A bench whose answers are those of its journal, without a source below."""
+def journal(place, below=lambda path, header: None):
+    """A bench whose answers are those of its journal; what is below it measures nothing."""
     path, header = place / "journal.jsonl", Simulator(BOX).header
     with Bench(Simulator(BOX), journal=JournalFile(path, header)) as first:
         first.measure(SETS)
-    with Bench(None, journal=JournalFile(path, header)) as again:
+    with Bench(below(path, header), journal=JournalFile(path, header)) as again:
         yield again
 
 
@@ -48,7 +48,8 @@ SOURCES = {
     "a model of any machine": lambda _: given(Simulator(model_for(toy_machine(gpus=2)))),
     "a bench": lambda _: given(Bench(Simulator(BOX))),
     "a source by its name": lambda _: open_source(SMALL),
-    "a journal": journal_alone,
+    "a journal": journal,
+    "a recorded machine": lambda place: journal(place, RecordedSource),
     "the profiler on host memory": on_host,
 }
 
@@ -70,12 +71,15 @@ def test_a_source_answers_each_set_in_the_order_asked_with_rates_for_each_flow(s
         assert all(0 < rate < math.inf for row in one.samples_gbps for rate in row)
         assert one.rate_gbps == min(one.gbps)
     assert list(source.measure([])) == []
+    # A text, or a flow, is a set.
+    for form in (str(SETS[0]), SETS[0].flows[0]):
+        assert source.measure(form)[0].transfers == SETS[0]
 
 
 @pytest.mark.parametrize("text", ["G0->G0->G9", "h3.G0->h3.G0->h3.G1"])
 def test_a_set_that_cannot_run_is_refused_by_name_and_the_next_one_is_answered(source, text):
     with pytest.raises((InputError, MeasurementError)) as refused:
         source.measure([parse_set(text)])
-    assert any(name in str(refused.value) for name in ("G9", "h3", "not in the journal"))
+    assert any(name in str(refused.value) for name in ("G9", "h3", "not in "))
     (answer,) = source.measure(SETS[:1])
     assert answer.transfers == SETS[0]
