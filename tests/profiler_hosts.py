@@ -14,16 +14,16 @@ LINK_S = 2.0
 PATIENCE = Timeouts(start_s=60.0, answer_s=20.0, lanes_s=8.0, stop_s=3.0)
 
 
-def host_pool(gpus, addresses, **more):
+def host_pool(gpus, addresses, host="h0", **more):
     """A pool of the host backend with cores as GPUs, and a NIC for each address."""
     machine = host_machine(max(2, gpus))
     cpus = cpus_of_devices(machine)
-    specs = [DeviceSpec(device=f"G{i}", cpus=cpus[i]) for i in range(gpus)]
+    specs = [DeviceSpec(device=f"{host}.G{i}", cpus=cpus[i]) for i in range(gpus)]
     specs += [
-        DeviceSpec(device=f"N{i}", address=address, interface="lo", network="tcp")
+        DeviceSpec(device=f"{host}.N{i}", address=address, interface="lo", network="tcp")
         for i, address in enumerate(addresses)
     ]
-    numa_ids = {f"C{node.index}": node.numa_id for node in machine.numa_nodes}
+    numa_ids = {f"{host}.C{node.index}": node.numa_id for node in machine.numa_nodes}
     return Pool("host", specs, numa_ids, **{"memory": SMALL, "timeouts": PATIENCE, **more})
 
 
@@ -54,19 +54,12 @@ class Hosts:
 
     @property
     def lanes(self):
-        return {
-            f"{host}.{device}": count
-            for host, pool in self.pools.items()
-            for device, count in pool.lanes.items()
-        }
+        return {name: count for pool in self.pools.values() for name, count in pool.lanes.items()}
 
     def ping(self, count=16):
         """All are on one host, so no clock differs."""
-        return {
-            f"{host}.{device}": pinged
-            for host, pool in self.pools.items()
-            for device, pinged in pool.ping(count).items()
-        }
+        pings = [pool.ping(count) for pool in self.pools.values()]
+        return {name: pinged for one in pings for name, pinged in one.items()}
 
     def restart(self):
         for pool in self.pools.values():
@@ -105,7 +98,7 @@ class Hosts:
         outcomes = []
         with contextlib.ExitStack() as stack:
             running = {
-                host: stack.enter_context(self.pools[host].begin(program.on(host), timing.on(host)))
+                host: stack.enter_context(self.pools[host].begin(program.on(host), timing))
                 for host in program.hosts
             }
             for repeat in range(timing.repeats):
@@ -114,9 +107,7 @@ class Hosts:
                 for one in running.values():
                     one.release(repeat)
                 self.between("released", repeat)
-                outcomes.append(
-                    RunResult.join({host: one.collect(repeat) for host, one in running.items()})
-                )
+                outcomes.append(RunResult.join([one.collect(repeat) for one in running.values()]))
             for one in running.values():
                 one.finish()
         return outcomes

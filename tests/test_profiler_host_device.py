@@ -396,10 +396,6 @@ def test_what_cannot_be_reached_is_refused_when_it_is_queued(controller):
     share = program.devices["G0"]
     with pytest.raises(MeasurementError, match=r"^G0 cannot reach C0:"):
         made.refused("G0", share)
-    small = create_segment(COUNTER_AREA_BYTES, numa_id=None, label="C0")
-    made.devices["G0"].share(Share(space="C0"), small)
-    with pytest.raises(MeasurementError, match=r"bytes from byte \d+"):
-        made.refused("G0", share)
 
 
 def test_slices_larger_than_user_memory_are_refused(controller):

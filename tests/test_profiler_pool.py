@@ -188,13 +188,6 @@ def test_a_set_that_cannot_be_measured_is_refused_and_the_next_one_is_measured(
     assert profiler.notices == []
 
 
-def test_a_device_that_would_do_too_much_is_refused(pool):
-    flows = " ".join(["G0->G0->C0{blocks=64}"] * 4 + ["G0->G0->C0{blocks=1}"])
-    program = program_for(parse_set(flows), lanes={"G0": 300, "G1": 300})
-    with pytest.raises(MeasurementError, match=r"^G0 would do more"):
-        pool.run(program, RunSpec(repeats=1, warm_us=0.0, window_us=1e3))
-
-
 def test_a_copy_that_its_lane_has_left_holds_a_repeat_up_for_no_second_window(pool):
     program = program_for(parse_set("G0->D0->C0->G1->G1{blocks=1,fifo=64K}"), lanes=pool.lanes)
     paces = {"G0": (Pace(groups=120, slices=200),)}
@@ -209,13 +202,6 @@ def test_a_copy_that_its_lane_has_left_holds_a_repeat_up_for_no_second_window(po
     needs_idle_cores()
     with unless_busy():
         assert window_s < lasting() < 2 * window_s
-
-
-def test_a_copy_without_a_pace_is_refused(pool):
-    program = program_for(parse_set("G0->D0->C0->D1->G1{blocks=1,fifo=64K}"), lanes=pool.lanes)
-    with pytest.raises(MeasurementError, match=r"^G0: 0 paces with"):
-        pool.run(program, RunSpec(repeats=1, warm_us=0.0, window_us=1e3))
-    assert moving(pool, str(BOUNCE))
 
 
 def test_a_pool_is_started_once(pool):

@@ -225,19 +225,6 @@ def test_a_node_that_the_cpuset_forbids_is_named(two_nodes, monkeypatch):
         create_segment(PAGE, numa_id=1, label="x")
 
 
-@pytest.mark.parametrize("node", [-1, 4000])
-def test_an_unknown_node_is_refused(node):
-    sentence = rf"shared memory x, 1 bytes on NUMA node {node}: no such node; online are 0"
-    with pytest.raises(MeasurementError, match=sentence):
-        create_segment(1, numa_id=node, label="x")
-
-
-@pytest.mark.parametrize("size", [0, -1])
-def test_nothing_is_no_size(size):
-    with pytest.raises(MeasurementError, match=r"a size of at"):
-        create_segment(size, numa_id=None, label="x")
-
-
 @pytest.mark.parametrize("size", [1 << 50, 1 << 70])
 def test_more_than_the_machine_has_is_refused_before_it_is_tried(size):
     with pytest.raises(MeasurementError, match=r"on any NUMA node:"):

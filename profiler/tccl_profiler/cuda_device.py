@@ -81,7 +81,7 @@ class CudaDevice:
         import cupy  # noqa: PLC0415 (only where there are GPUs)
 
         self._start, self._control = start, control
-        self._who = f"GPU {start.device[1:]}"
+        self._who = f"GPU {index_of(start.device)}"
         self._cupy = cupy
         self._runtime = cupy.cuda.runtime
         self._error = self._runtime.CUDARuntimeError

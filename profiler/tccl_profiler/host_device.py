@@ -84,18 +84,18 @@ class ThreadedDevice:
 
     def _ends(self, lane: Lane, repeat: int) -> tuple[HostEnd, HostEnd]:
         """Return a lane's ends at addresses of this process, with the repeat's own counters."""
-        shift, size = repeat * COUNTERS * COUNTER_BYTES, lane.slice_bytes
+        shift = repeat * COUNTERS * COUNTER_BYTES
 
         def counter(at: Address | None) -> ctypes.c_uint64 | None:
             if at is None:
                 return None
-            return ctypes.c_uint64.from_address(self._address(at, COUNTER_BYTES, shift))
+            return ctypes.c_uint64.from_address(self._address(at) + shift)
 
         def there(end: End | None, *, fills: bool) -> HostEnd:
             if end is None:
                 return HostEnd()
             return HostEnd(
-                data=self._address(end.data, end.slices * size),
+                data=self._address(end.data),
                 slices=end.slices,
                 seed=end.seed,
                 ahead=end.slices if fills else 0,
@@ -105,19 +105,14 @@ class ThreadedDevice:
 
         return there(lane.incoming, fills=False), there(lane.outgoing, fills=True)
 
-    def _address(self, at: Address, size: int, shift: int = 0) -> int:
-        segment, first = self._spaces.get(at.space), at.offset + shift
+    def _address(self, at: Address) -> int:
+        segment = self._spaces.get(at.space)
         if segment is None:
             spaces = ", ".join(sorted(self._spaces)) or "nothing"
             raise MeasurementError(
                 f"{self._start.device} cannot reach {at.space}: it has mapped {spaces}"
             )
-        if not 0 <= first <= segment.size - size:
-            raise MeasurementError(
-                f"{self._start.device}: {size} bytes from byte {first} of {at.space} are not "
-                f"inside its {segment.size} bytes"
-            )
-        return segment.address + first
+        return segment.address + at.offset
 
     def _stamps(self, paces: Sequence[Pace], repeat: int) -> tuple[Stamps, ...]:
         return self._control.stamps(self._start.slot, repeat, paces)

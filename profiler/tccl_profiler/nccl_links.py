@@ -74,8 +74,6 @@ class Communicators:
 
     def connect(self, ends: Mapping[Link, Endpoint], limit_s: float) -> None:
         """Begin to be the sender of a link; `usable` waits for it."""
-        if len(ends) != 1:
-            raise MeasurementError(f"{self._device}: communicators are made one at a time")
         ((link, end),) = ends.items()
         self._drop(link)
         self._begin(link, end.token, _SENDER, limit_s)

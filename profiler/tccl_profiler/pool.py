@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import signal
 import subprocess
 import time
@@ -37,7 +38,6 @@ from tccl_profiler.program import (
     DeviceProgram,
     HostProgram,
     Program,
-    on_host,
 )
 from tccl_profiler.protocol import (
     Connection,
@@ -51,14 +51,13 @@ from tccl_profiler.protocol import (
 )
 from tccl_profiler.shared_memory import (
     MAX_DEVICES,
-    MAX_LANES,
-    MAX_STAMPS,
     Control,
     Segment,
     create_segment,
 )
 from tccl_py.children import child_environment, child_with_socket, search_path
 from tccl_py.errors import MeasurementError
+from tccl_py.model.transfer import index_of, place_named
 
 _BROKEN_STOP_S = 0.5  # time for workers that are given up to end by themselves
 _KILL_S = 5.0  # a process within a driver's call may take a while to die
@@ -83,10 +82,6 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     check: bool = False
     paces: Mapping[str, tuple[Pace, ...]] = msgspec.field(default_factory=dict)
 
-    def on(self, host: str) -> RunSpec:
-        """Return the same for one host's devices, under local names."""
-        return msgspec.structs.replace(self, paces=on_host(self.paces, host))
-
     @property
     def lasting_s(self) -> float:
         """Warm-up and window of one repeat, in seconds."""
@@ -100,12 +95,11 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     stamps: Mapping[str, tuple[Stamps, ...]]
 
     @classmethod
-    def join(cls, results: Mapping[str, RunResult]) -> RunResult:
+    def join(cls, results: Sequence[RunResult]) -> RunResult:
         """Return one repeat's result over several hosts, from each host's own."""
-        items = results.items()
         return cls(
-            records={f"{host}.{name}": x for host, run in items for name, x in run.records.items()},
-            stamps={f"{host}.{name}": x for host, run in items for name, x in run.stamps.items()},
+            records={name: rows for one in results for name, rows in one.records.items()},
+            stamps={name: rows for one in results for name, rows in one.stamps.items()},
         )
 
 
@@ -168,7 +162,7 @@ class Workers(Peers):
 
     def label(self, name: str) -> tuple[str, str]:
         """Return a device's name, and an expression of the words by which it is named."""
-        return name, rf"\b({name}|GPU {name[1:]})\b"
+        return name, rf"\b({re.escape(name)}|GPU {index_of(name)})\b"
 
     def give_up(self, names: Collection[str]) -> None:
         """Do nothing: workers end by themselves what they were asked for."""
@@ -450,11 +444,9 @@ class Pool:
                     self._broken = False
 
     def _prepare(self, control: Control, program: HostProgram, repeats: int) -> None:
-        for device, share in program.devices.items():
-            if len(share.lanes) + len(share.copies) > MAX_LANES:
-                raise MeasurementError(f"{device} would do more than {MAX_LANES} things at once")
         for space, size in program.space_bytes.items():
-            if not space.startswith("C") and size > self._memory.arena_bytes + COUNTER_AREA_BYTES:
+            kind = place_named(space).kind
+            if kind != "C" and size > self._memory.arena_bytes + COUNTER_AREA_BYTES:
                 # Rounded up, to be more than the arena. A flow without blocks has a large buffer.
                 raise MeasurementError(
                     f"{space} would hold {-(-(size - COUNTER_AREA_BYTES) >> 20)} MiB of FIFOs and "
@@ -462,7 +454,7 @@ class Pool:
                     "fewer of them, or smaller FIFOs or buffers"
                 )
         for space, size in program.space_bytes.items():
-            if space.startswith("C"):
+            if place_named(space).kind == "C":
                 self.host.ensure(space, size, self._share)
                 self.host.clear(space, repeats)
         control.clear()
@@ -532,13 +524,7 @@ class Execution:
         self._workers.begin(self.question, DeviceRequests.run, runs)
 
     def _run_of(self, device: str, share: DeviceProgram) -> Run:
-        spec, paces = self._spec, self._spec.paces.get(device, ())
-        stamps = sum(pace.groups + 2 for pace in paces)
-        if len(paces) != len(share.copies) or stamps > MAX_STAMPS:
-            raise MeasurementError(
-                f"{device}: {len(paces)} paces with {stamps} stamps for {len(share.copies)} "
-                f"copies; one each and {MAX_STAMPS} stamps at most are right"
-            )
+        spec = self._spec
         return Run(
             program=share,
             epoch=self._epoch,
@@ -546,7 +532,7 @@ class Execution:
             warm_ns=round(spec.warm_us * 1e3),
             window_ns=round(spec.window_us * 1e3),
             patience_ns=round(self._patience_s * 1e9),
-            paces=paces,
+            paces=spec.paces.get(device, ()),
             check=spec.check,
         )
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -21,8 +21,6 @@ from tccl_py.model.transfer import Fifo, Flow, Place, Transfer, TransferSet, pla
 
 if TYPE_CHECKING:
     from tccl_py.model.measurement import NicTransport
-
-T = TypeVar("T")
 
 COUNTER_BYTES = 128  # a counter has its own cache line and the line that is prefetched with it
 MAX_REPEATS = 12  # repeats that are queued together
@@ -111,12 +109,6 @@ class DeviceProgram(msgspec.Struct, frozen=True, kw_only=True):
     copies: tuple[Lane, ...] = ()
 
 
-def on_host(values: Mapping[str, T], host: str) -> dict[str, T]:
-    """Return what belongs to a host's devices or spaces, under their local names."""
-    places = ((place_named(name), value) for name, value in values.items())
-    return {place.device: value for place, value in places if place.host == host}
-
-
 class FlowEndpoint(msgspec.Struct, frozen=True, kw_only=True):
     """One end of a flow on one device, which counts the slices; `ends[b]` is of block b.
 
@@ -149,14 +141,16 @@ class HostProgram(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(sorted({place_named(device).host for device in self.devices}))
 
     def on(self, host: str) -> HostProgram:
-        """Return one host's share under local names; links keep full names at both ends."""
+        """Return one host's share."""
+
+        def is_here(name: str) -> bool:
+            return place_named(name).host == host
+
         return HostProgram(
-            devices={name: _localize(share) for name, share in on_host(self.devices, host).items()},
-            space_bytes=on_host(self.space_bytes, host),
+            devices={name: share for name, share in self.devices.items() if is_here(name)},
+            space_bytes={name: size for name, size in self.space_bytes.items() if is_here(name)},
             links=tuple(
-                link
-                for link in self.links
-                if any(place_named(end).host == host for end in (link.sender, link.receiver))
+                link for link in self.links if is_here(link.sender) or is_here(link.receiver)
             ),
         )
 
@@ -170,17 +164,6 @@ class Program(HostProgram, frozen=True, kw_only=True):
     transfers: TransferSet
     counted: tuple[FlowEndpoint, ...]
     other: tuple[tuple[FlowEndpoint, ...], ...]
-
-
-def _localize(value: Any) -> Any:
-    if isinstance(value, Address):
-        return Address(place_named(value.space).device, value.offset)
-    if isinstance(value, tuple):
-        return tuple(map(_localize, value))
-    if isinstance(value, DeviceProgram | Lane | End):
-        fields = {name: _localize(getattr(value, name)) for name in value.__struct_fields__}
-        return type(value)(**fields)
-    return value
 
 
 # The endpoints of a flow on its devices, and their memory.

@@ -14,7 +14,7 @@ from tccl_profiler.watch import Conditions, changes, conditions_note, warm_links
 from tccl_py.errors import MeasurementError
 from tccl_py.model.machine import Fingerprint, Machine
 from tccl_py.model.measurement import Backend, JournalHeader
-from tccl_py.model.transfer import index_of, parse_set
+from tccl_py.model.transfer import Place, index_of, parse_set
 
 HOST_MEMORY = Memory(arena_bytes=128 << 20, user_bytes=64 << 20)
 """The memory of the host backend's devices, which have none of their own."""
@@ -118,8 +118,12 @@ def pool_of(
     memory: Memory | None = None,
     nics: Mapping[str, DeviceSpec] | None = None,
     variables: Mapping[str, str] | None = None,
+    host: str = "",
 ) -> Pool:
-    """Return a pool for some GPUs of a machine, or cores in their place, and NICs, by name."""
+    """Return a pool for some GPUs of a machine, or cores in their place, and NICs, by name.
+
+    Names of a cluster's devices have their `host` in front.
+    """
     cores = cpus_of_devices(machine) if backend == "host" else {}
 
     def spec(name: str) -> DeviceSpec:
@@ -128,6 +132,9 @@ def pool_of(
 
     nic_specs = nics or {}
     specs = [nic_specs[name] if name in nic_specs else spec(name) for name in devices]
-    numa_ids = {n.id: n.numa_id if n.numa_id >= 0 else None for n in machine.numa_nodes}
+    numa_ids = {
+        str(Place("C", node.index, host)): node.numa_id if node.numa_id >= 0 else None
+        for node in machine.numa_nodes
+    }
     usual = HOST_MEMORY if backend == "host" else None
     return Pool(backend, specs, numa_ids, memory=memory or usual, variables=variables)

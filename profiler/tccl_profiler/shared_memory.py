@@ -118,11 +118,6 @@ def create_segment(size: int, *, numa_id: int | None, label: str) -> Segment:
 
 def _check_available(size: int, numa_id: int | None) -> None:
     """Refuse in advance what cannot be had; faulting it in could end in the OOM killer."""
-    if size < 1:
-        raise MeasurementError("a size of at least one byte is right")
-    nodes = linux.online_nodes()
-    if numa_id is not None and numa_id not in nodes:
-        raise MeasurementError(f"no such node; online are {', '.join(map(str, nodes))}")
     for node in dict.fromkeys((None, numa_id)):
         available = linux.available_bytes(node)
         if available is not None and size > available:

@@ -24,6 +24,7 @@ from tccl_profiler.program import Lane, Link
 from tccl_profiler.protocol import LinkLost
 from tccl_profiler.shared_memory import differing, write_pattern
 from tccl_py.errors import MeasurementError
+from tccl_py.model.transfer import place_named
 
 _HEADER = struct.Struct("!IIQ")  # repeat, bytes of the slice (0: the end), number of the slice
 UNSENT_BYTES = 512 * 1024
@@ -48,7 +49,7 @@ class NicDevice(ThreadedDevice):
         end = lane.incoming or lane.outgoing
         assert end is not None and lane.link is not None
         space = end.data.space
-        if space.startswith("G") and space not in self._spaces:
+        if place_named(space).kind == "G" and space not in self._spaces:
             raise MeasurementError(
                 f"{self._start.device} cannot reach {space}'s memory: TCP sends from host memory "
                 f"and receives into it; name that between the two, as {space}->{space}->C0->"
@@ -199,8 +200,6 @@ class NicLinks:
         self._sockets: dict[Link, socket.socket] = {}
         self._expected: dict[bytes, Link] = {}
         self._listener: socket.socket | None = None
-        if not address:
-            raise MeasurementError(f"{device}: {interface or 'it'} has no IP address to send from")
         self._bound().close()
 
     def socket_of(self, link: Link) -> socket.socket:

@@ -219,7 +219,9 @@ class Agent(Server):
                 device=name, address=nic.address, interface=nic.name, network=network
             )
         machine = self._facts.machine
-        pool = pool_of(machine, self._backend, devices, nics=nics, variables=variables)
+        pool = pool_of(
+            machine, self._backend, devices, nics=nics, variables=variables, host=self._name
+        )
         pool.start()
         self._pool = pool
         return dict(pool.lanes), self._warnings(devices)
@@ -326,7 +328,7 @@ Agent.called = (
 def take_step(pool: Pool, step: LinkStep) -> dict[Link, Endpoint | None]:
     """Take one step for links with ends at devices of this host."""
     all_workers = step.step == "usable"
-    by_worker = step.shares(lambda name: place_named(name).device)
+    by_worker = step.shares(lambda name: name)
     shares = dict.fromkeys(pool.lanes, step) if all_workers else by_worker
     requests = {device: (share,) for device, share in shares.items()}
     answers = pool.ask(DeviceRequests.take, requests, step.limit_s)

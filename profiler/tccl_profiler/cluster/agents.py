@@ -146,9 +146,13 @@ class ClusterPool:
         self._nccl_variables = nccl_variables or {}
         self._agents = agents
         self._clocks = dict(clocks)
-        self._devices = {host: tuple(sorted(ids)) for host, ids in devices.items() if ids}
+        self._devices = {
+            host: tuple(f"{host}.{name}" for name in sorted(names))
+            for host, names in devices.items()
+            if names
+        }
         self.lanes: dict[str, int] = {}
-        names = [f"{host}.{name}" for host, ids in self._devices.items() for name in ids]
+        names = [name for names in self._devices.values() for name in names]
         self._variables: Mapping[str, str] = {}
         with suppress(MeasurementError):
             self._variables = self._variables_of(links_of(first, names, network))
@@ -161,11 +165,11 @@ class ClusterPool:
         # Until all have started, the next use starts all anew.
         self._broken = True
         more = self._variables, self._network
-        devices = {host: (ids, *more) for host, ids in self._devices.items()}
+        devices = {host: (names, *more) for host, names in self._devices.items()}
         answers = self._agents.ask(Agent.open, devices, self._agents.timeouts.start_s)
         self.warnings = [f"host {host}: {t}" for host, (_, notes) in answers.items() for t in notes]
-        for host, (lanes, _) in answers.items():
-            self.lanes |= {f"{host}.{name}": count for name, count in lanes.items()}
+        for lanes, _ in answers.values():
+            self.lanes |= lanes
         self._broken = False
 
     def _ready(self) -> None:
@@ -180,7 +184,7 @@ class ClusterPool:
                 clock.add(self._agents.reading(host, _PINGS))
         answers = self._agents.ask(Agent.ping, dict.fromkeys(self._devices, (count,)))
         return {
-            f"{host}.{name}": self._clocks[host].here(pings)
+            name: self._clocks[host].here(pings)
             for host, pinged in answers.items()
             for name, pings in pinged.items()
         }
@@ -266,7 +270,7 @@ class ClusterPool:
         question = Question(agents.number())
         limit_s = agents.timeouts.answer_s + spec.lasting_s
         try:
-            shares = {host: (program.on(host), spec.on(host)) for host in hosts}
+            shares = {host: (program.on(host), spec) for host in hosts}
             agents.begin(question, Agent.run, shares)
             for _ in range(spec.repeats):
                 agents.answers(question, Sign, limit_s)
@@ -291,7 +295,7 @@ class ClusterPool:
         took_ns = self.ahead_ns - earliest_ns
         self.ahead_ns = min(_FURTHEST_NS, max(2 * took_ns + _LITTLE_NS, self.ahead_ns // 2))
         results = [
-            RunResult.join({host: result.results[repeat] for host, result in ran.items()})
+            RunResult.join([result.results[repeat] for result in ran.values()])
             for repeat in range(spec.repeats)
         ]
         return results, -earliest_ns > _LATE_SHARE * spec.window_us * 1e3
