@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tccl_profiler.rates import Clock, ClockReading, offset_from_pings
+from tccl_profiler.clocks import Clock, ClockReading, offset_from_pings
 from tccl_py.errors import MeasurementError
 
 MICROSECOND, SECOND = 1_000, 1_000_000_000

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from tccl_profiler import protocol
+from tccl_profiler.clocks import ClockReading, HostClock
 from tccl_profiler.cluster import facts
 from tccl_profiler.cluster.agent import Agent, Ran
 from tccl_profiler.cluster.agents import Agents, ClusterPool, HostLost
-from tccl_profiler.cluster.clocks import HostClock
 from tccl_profiler.cluster.facts import (
     HostFacts,
     Interface,
@@ -49,7 +49,6 @@ from tccl_profiler.protocol import (
     call_of,
     result_of,
 )
-from tccl_profiler.rates import ClockReading
 from tccl_profiler.shared_memory import RECORD
 from tccl_py.errors import InputError, MeasurementError, SourceLostError
 from tccl_py.files import encode_json

@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 
-from tccl_profiler.host_lane import HostEnd
+from tccl_profiler.host_device import HostEnd
 from tccl_profiler.program import Address, End, Lane, Link
 from tccl_profiler.protocol import LinkLost
 from tccl_profiler.shared_memory import differing, write_pattern

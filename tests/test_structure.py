@@ -9,7 +9,7 @@ from tccl_py.sources.profiled import measured_machine
 
 PACKAGE = Path(__file__).parent.parent / "tccl_py"
 PROFILER = PACKAGE.parent / "profiler"
-IN_WORKERS = {"worker.py", "host_device.py", "host_lane.py"}
+IN_WORKERS = {"worker.py", "host_device.py"}
 """What runs in a worker alone; its messages, programs and shared memory are the controller's."""
 ASKS = re.compile(
     r"\bis_cluster\b|\.closes\b|\.for_all_jobs\b"

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from tccl_profiler import rates
+from tccl_profiler.clocks import Clock, offset_from_pings
 from tccl_profiler.compiler import checkable, program_for
 from tccl_profiler.pool import Runner, RunSpec
 from tccl_profiler.precision import (
@@ -26,7 +27,6 @@ from tccl_profiler.precision import (
 )
 from tccl_profiler.program import MAX_REPEATS, Program
 from tccl_profiler.protocol import WorkerLost
-from tccl_profiler.rates import Clock, offset_from_pings
 from tccl_py.errors import BrokenLinkError, BudgetSpentError, MeasurementError
 from tccl_py.model.measurement import TOGETHER, FlowCoupling, Measurement, Sets, listed_sets
 from tccl_py.model.transfer import Flow, TransferSet, transfer_set

@@ -17,8 +17,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tccl_profiler.callers import BACKLOG, accept_callers, tokens_for
-from tccl_profiler.host_device import LANES, ThreadedDevice
-from tccl_profiler.host_lane import RunningLane
+from tccl_profiler.host_device import LANES, RunningLane, ThreadedDevice
 from tccl_profiler.messages import Endpoint, Run, Started
 from tccl_profiler.program import Lane, Link
 from tccl_profiler.protocol import LinkLost

@@ -12,8 +12,8 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 
+from tccl_profiler.clocks import ClockReading, HostClock, offset_from_pings
 from tccl_profiler.cluster.agent import PROOF_S, Agent, Ran
-from tccl_profiler.cluster.clocks import HostClock
 from tccl_profiler.cluster.facts import HostFacts
 from tccl_profiler.cluster.job import Job
 from tccl_profiler.compiler import links_of
@@ -31,7 +31,6 @@ from tccl_profiler.protocol import (
     Timeouts,
     WorkerLost,
 )
-from tccl_profiler.rates import ClockReading, offset_from_pings
 from tccl_py.errors import InputError, MeasurementError, SourceLostError
 from tccl_py.model.links import DoctorReport, Proof
 from tccl_py.model.transfer import TransferSet, place_named

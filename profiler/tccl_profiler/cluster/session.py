@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from tccl_profiler.clocks import HostClock
 from tccl_profiler.cluster.agent import Agent
 from tccl_profiler.cluster.agents import FIRST_PINGS, Agents, ClusterPool
-from tccl_profiler.cluster.clocks import HostClock
 from tccl_profiler.cluster.facts import HostFacts, check_hosts
 from tccl_profiler.cluster.job import CONTROLLER, Job
 from tccl_profiler.compiler import devices_used
