@@ -24,7 +24,8 @@ LISTED = {
     "Sources of rates": """tccl_py.sources.opening.open_source tccl_py.sources.hosts.open_hosts
         tccl_py.sources.profiled.MeasurementOptions tccl_py.simulator.source.Simulator
         tccl_py.model.measurement.BandwidthSource tccl_py.model.measurement.Measurement""",
-    "Plans": """tccl_py.planning.planner.make_plan tccl_py.planning.handle.PlanHandle
+    "Plans": """tccl_py.planning.planner.make_plan tccl_py.planning.request.PlanRequest
+        tccl_py.planning.handle.PlanHandle
         tccl_py.plan.plan.Plan tccl_py.planning.handle.load_plan tccl_py.plan.text.diff
         tccl_py.explanation.explain.explain tccl_py.report.drawing.drawing
         tccl_py.plan.chains.PlanHop tccl_py.plan.chains.Choice tccl_py.nccl.settings.Settings""",

@@ -16,21 +16,21 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from tccl_py.errors import InputError, SearchError
+from tccl_py.files import pick
+from tccl_py.model.cluster import NodeClass
 from tccl_py.model.symmetry import automorphisms, natural_cuts
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.transport import hop_space
-from tccl_py.nccl.versions import ASSUMED
 from tccl_py.nccl.view import view
-from tccl_py.planning.choices import rate_own
 from tccl_py.planning.planner import FEW_RING_COUNTS, RING_COUNTS, make_plan
 from tccl_py.planning.request import DEFAULT_BUDGET, Task
-from tccl_py.planning.study import Candidate
+from tccl_py.planning.settings_search import Candidate, rate_own
 from tccl_py.search.problem import Budget, SearchProblem, count_ring_sets
 from tccl_py.search.strategies import find_rings
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.model import MachineModel
 from tccl_py.simulator.source import Simulator
-from tccl_py.sources.bench import Bench
+from tccl_py.sources.bench import Bench, bench_of
 from tests.planned import SEVERAL_GPUS
 from tests.reference_strategies import SkippedError, brute_force, tccl
 
@@ -115,13 +115,10 @@ class MachineRuns:
 
     def _default(self) -> Candidate:
         task = Task(
-            machine=self.model.machine,
-            knowledge=self.model.knowledge,
-            source=Simulator(self.model),
+            host=NodeClass(name=self.name, **pick(self.model, "machine", "knowledge")),
+            source=bench_of(Simulator(self.model)),
             gpus=self.gpus,
-            version=ASSUMED,
             ring_counts=self.counts,
-            strategy="best-first",
             budget=DEFAULT_BUDGET,
         )
         own = rate_own(task).own

@@ -98,7 +98,7 @@ def _sound_evidence(*_, **_options):
     """Stands for the proof of links where a test plans as on sound GPUs."""
     from tccl_py.model.links import JobProof  # noqa: PLC0415 (slow)
     from tccl_py.nccl.asked import AskedJob  # noqa: PLC0415
-    from tccl_py.planning.proof import CONTROL, Evidence  # noqa: PLC0415
+    from tccl_py.planning.installed_nccl import CONTROL, Evidence  # noqa: PLC0415
 
     proofs = [JobProof(environment=of, verdict="sound", seconds=1.0) for of in (CONTROL, {})]
     return Evidence(jobs=tuple(AskedJob(environment=of.environment, proof=of) for of in proofs))

@@ -4,13 +4,15 @@ import functools
 
 import msgspec
 
-from tccl_py.model.cluster import class_name, single_host
+from tccl_py.model.cluster import NodeClass, class_name, single_host
 from tccl_py.plan.chains import CHOICES
 from tccl_py.plan.staging import MANIFEST_FILE, read_manifest, with_manifest
 from tccl_py.planning.planner import make_plan
+from tccl_py.planning.request import PlanRequest, Task
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import bundled_names, load_bundled
 from tccl_py.simulator.source import Simulator
+from tccl_py.sources.bench import bench_of
 
 SEVERAL_GPUS = tuple(n for n in bundled_names() if len(load_bundled(n).machine.gpus) > 1)
 """The bundled machines of which one is enough for a ring."""
@@ -30,6 +32,13 @@ def plan_of(name, **more):
     model = load_bundled(name)
     defaults = {"budget": WRX_BUDGET} if name == WRX else {"subsets": True}
     return make_plan(model.machine, model.knowledge, Simulator(model), **defaults | more)
+
+
+def task_on(machine, knowledge, source, *, kind=Task, **more):
+    """The search on a machine, for NCCL 2.30 and all GPUs if nothing else is said."""
+    host = NodeClass(name=machine.name, machine=machine, knowledge=knowledge)
+    usual = {"gpus": machine.gpu_indices, "request": PlanRequest(version="2.30")}
+    return kind(host=host, source=bench_of(source), **usual | more)
 
 
 def through(space, subset):

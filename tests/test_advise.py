@@ -24,7 +24,7 @@ def tccl(*arguments):
 
 
 def advise(subject, diagnosis=None):
-    return advice_by(subject.search(None), subject, diagnosis)
+    return advice_by(subject.search(), subject, diagnosis)
 
 
 def request_of(name, seconds=1000):

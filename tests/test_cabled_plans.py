@@ -195,7 +195,7 @@ def test_nccl_that_cannot_follow_subnets_is_refused():
 
 def test_a_search_under_one_choice_of_settings_keeps_to_a_small_limit_of_sets(monkeypatch):
     few = planned(ring(), budget=Budget(sets=1))
-    monkeypatch.setattr("tccl_py.planning.choices.MIN_SETS", 1)
+    monkeypatch.setattr("tccl_py.planning.settings_search.MIN_SETS", 1)
     assert planned(ring(), budget=Budget(sets=1)).sets_measured == few.sets_measured
     assert few.rate_gbps == planned(ring()).rate_gbps
 

@@ -18,18 +18,17 @@ from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.view import view
 from tccl_py.plan.chains import AS_GOOD, CHOICES, FailingPair, Failure, condense
 from tccl_py.plan.text import summary
-from tccl_py.planning.choices import own_gbps, rate_own
 from tccl_py.planning.handle import load_plan
 from tccl_py.planning.planner import make_plan
-from tccl_py.planning.request import Task
+from tccl_py.planning.settings_search import own_gbps, rate_own
 from tccl_py.readers.nccl_topology import read_nccl_topology
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled, model_for
 from tccl_py.simulator.source import Simulator
-from tccl_py.sources.bench import Bench, bench_of
+from tccl_py.sources.bench import bench_of
 from tests.commands import tccl
 from tests.nccl_cases import CASES
-from tests.planned import ASUS, FEW, FOUR_GPUS, PCIE, SMALL, plan_of, replace_plan
+from tests.planned import ASUS, FEW, FOUR_GPUS, PCIE, SMALL, plan_of, replace_plan, task_on
 from tests.test_reference_plans import PLANS
 from tests.toy import toy_machine
 
@@ -190,26 +189,14 @@ def test_default_nccl_that_goes_through_another_gpu_is_not_rated_and_stays():
     assert "through the memory of another" in plan.choices["default"].note
     assert (plan.choices["default"].rate_gbps, plan.recommended) == (None, "default")
     # Neither does any set of GPUs gain over it.
-    task = Task(
-        machine=machine,
-        knowledge=knowledge,
-        source=bench_of(source),
-        gpus=(0, 1, 2),
-        version="2.30",
-    )
+    task = task_on(machine, knowledge, source)
     assert own_gbps(task, Settings()) == inf
 
 
 def test_no_set_of_gpus_gains_over_rings_that_could_not_be_measured(monkeypatch):
     model = load_bundled("amd-3090")
     source = bench_of(Simulator(model))
-    task = Task(
-        machine=model.machine,
-        knowledge=model.knowledge,
-        source=source,
-        gpus=(0, 1),
-        version="2.30",
-    )
+    task = task_on(model.machine, model.knowledge, source, gpus=(0, 1))
     assert 0 < own_gbps(task, Settings()) < inf
 
     def lost(sets):
@@ -241,13 +228,7 @@ def test_the_json_has_what_scripts_rely_on():
 @settings(max_examples=30, deadline=None)
 def test_the_variables_are_the_fewest_of_those_within_a_percent_of_the_best(rates, chance):
     model = load_bundled(PCIE)
-    task = Task(
-        machine=model.machine,
-        knowledge=model.knowledge,
-        source=Bench(Simulator(model)),
-        gpus=model.machine.gpu_indices,
-        version="2.30",
-    )
+    task = task_on(model.machine, model.knowledge, Simulator(model))
     default = rate_own(task, lambda task, default: iter(())).own["default"]
     kinds = [
         {},

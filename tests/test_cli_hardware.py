@@ -344,7 +344,7 @@ def test_env_says_how_a_measured_plan_gets_rings_for_some_of_many_gpus(tmp_path,
 QUICK = """
 import tccl_py.sources.opening as opening
 import tccl_py.planning.planner as planner
-import tccl_py.planning.choices as settings_search
+import tccl_py.planning.settings_search as settings_search
 from tccl_profiler.profiler import Options
 from tccl_profiler.session import Session
 from tccl_profiler.precision import Stopping

@@ -414,11 +414,11 @@ def test_export_writes_what_nccl_reads_elsewhere(directory, tmp_path):
 def test_this_machine_is_planned_with_fewer_sets_than_a_model(tmp_path, monkeypatch):
     budgets = []
 
-    def subject_of(request, *_, **_more):
+    def machine_subject(request, *_):
         budgets.append(request.budget.sets)
         raise InputError("machine", "is not there", "none")
 
-    monkeypatch.setattr("tccl_py.cli.plan.subject_of", subject_of)
+    monkeypatch.setattr("tccl_py.cli.plan.machine_subject", machine_subject)
     for options in ((), ("--simulate", SMALL), ("--backend", "host"), ("--max-sets", "7")):
         assert tccl("plan", tmp_path, *options).exit_code == 2
     assert budgets == [1250, 2000, 40, 7]

@@ -26,17 +26,24 @@ from tccl_py.nccl.view import view
 from tccl_py.plan.chains import Choice
 from tccl_py.plan.load import load_plan, off_rails
 from tccl_py.plan.tables import KeptTable
-from tccl_py.planning.chain_search import ClassStudy, HostTask, used_nics
+from tccl_py.planning.cluster_planner import ClassStudy, HostTask, used_nics
 from tccl_py.planning.join import RingSearch, best_rings, rail_tuples
 from tccl_py.planning.opening_hosts import whole_ring
+from tccl_py.planning.plan_sources import (
+    PlacedSource,
+    estimate_uplinks,
+    gpus_beside_nics,
+    placements,
+)
 from tccl_py.planning.planner import make_cluster_plan, make_plan
-from tccl_py.planning.probes import PlacedSource, estimate_uplinks, gpus_beside_nics, placements
+from tccl_py.planning.request import PlanRequest
 from tccl_py.readers.nvidia_smi import parse_nvidia_smi
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled, load_machine, model_for
 from tccl_py.simulator.source import Simulator
-from tccl_py.sources.bench import Bench, bench_of
+from tccl_py.sources.bench import Bench
 from tests.networked import MadeUp, all_chains, networked_machine
+from tests.planned import task_on
 
 SETTINGS = Settings(channels=1)
 SMALL = Budget(sets=120, idle_sets=15)
@@ -52,18 +59,9 @@ def cluster_with(machines, *, rails="any", switches=None, slots=None):
 
 
 def task_of(node_class, source, *, budget=SMALL, **more):
-    return HostTask(
-        machine=node_class.machine,
-        knowledge=node_class.knowledge,
-        source=bench_of(source),
-        gpus=node_class.machine.gpu_indices,
-        version=SETTINGS.version,
-        ring_counts=(1,),
-        strategy="best-first",
-        budget=budget,
-        nics=used_nics(node_class.machine),
-        **more,
-    )
+    machine, request = node_class.machine, PlanRequest(version=SETTINGS.version)
+    how = {"budget": budget, "nics": used_nics(machine), "request": request, **more}
+    return task_on(machine, node_class.knowledge, source, kind=HostTask, **how)
 
 
 def node_of(node_class, source, *, budget=SMALL, **more):

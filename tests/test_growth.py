@@ -15,9 +15,14 @@ from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.staging import check_files
 from tccl_py.plan.tables import kept_files, read_tables
-from tccl_py.planning.plan_sources import journal_by_class
+from tccl_py.planning.plan_sources import (
+    PlacedSource,
+    Sample,
+    journal_by_class,
+    odd_hosts,
+    placements,
+)
 from tccl_py.planning.planner import make_cluster_plan
-from tccl_py.planning.probes import PlacedSource, Sample, odd_hosts, placements
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.source import Simulator

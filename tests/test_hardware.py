@@ -125,7 +125,7 @@ def tccl(*words):
 
 def test_where_something_hangs_its_fix_comes_before_any_advice():
     subject = machine_subject(advice_request("amd-v100"), print)
-    made = subject.search(None)
+    made = subject.search()
     healthy = advice_by(made, subject)
     assert "first `tccl doctor`" in healthy.following
     hang = defect("translating", "GPU 0", severity="hang")

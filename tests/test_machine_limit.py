@@ -12,8 +12,7 @@ from tccl_py.experiments.target import Target
 from tccl_py.model.rings import Hop, bounce, ring, ring_like, ring_set
 from tccl_py.model.transfer import Fifo, parse_set
 from tccl_py.plan.text import CHOICE_WORDS, limit_text, show_plan, summary
-from tccl_py.planning.planner import make_plan
-from tccl_py.planning.study import bare_copies, limit_gbps
+from tccl_py.planning.planner import bare_copies, limit_gbps, make_plan
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tests.commands import tccl

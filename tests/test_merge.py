@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from tccl_py.errors import SearchError
 from tccl_py.merge import rings, walks
-from tccl_py.merge.potentials import is_ruled_out
 from tccl_py.merge.rings import ChainTable, merge_in_order, merge_with_switches
-from tccl_py.merge.walks import Joiner, Orders, host_piece
+from tccl_py.merge.walks import Joiner, Orders, host_piece, is_ruled_out
 from tccl_py.model.cluster import SwitchTree
 
 SPARSE = (0, 0, 0, 0, 1, 2, 3)

@@ -26,16 +26,15 @@ from tccl_py.nccl.view import view
 from tccl_py.plan.chains import sender_nodes
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.machine_files import placement
-from tccl_py.planning.choices import placements
 from tccl_py.planning.handle import load_plan
 from tccl_py.planning.planner import make_plan
-from tccl_py.planning.request import OneNode, Task
+from tccl_py.planning.request import OneNode
+from tccl_py.planning.settings_search import placements
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
-from tccl_py.sources.bench import bench_of
 from tccl_py.workloads.workload import Workload, WorkloadRow
 from tests.commands import tccl
-from tests.planned import PCIE, as_only, plan_of, through
+from tests.planned import PCIE, as_only, plan_of, task_on, through
 from tests.plugin.runs import plugin_library
 from tests.skips import lacking, needs
 
@@ -108,14 +107,7 @@ def test_buffers_are_placed_only_where_the_kernel_numbers_all_nodes(ids):
         for node, number in zip(model.machine.numa_nodes, ids, strict=False)
     ]
     machine = msgspec.structs.replace(model.machine, numa_nodes=tuple(nodes))
-    task = Task(
-        machine=machine,
-        knowledge=model.knowledge,
-        source=bench_of(Simulator(model)),
-        gpus=machine.gpu_indices,
-        version="2.30",
-        placement=True,
-    )
+    task = task_on(machine, model.knowledge, Simulator(model), placement=True)
     assert bool(placements(task)) == (-1 not in ids[: len(nodes)])
     assert all(kind.shm_placement and kind.shm_locality == "sender" for kind in placements(task))
     assert placements(msgspec.structs.replace(task, placement=False)) == ()

@@ -21,7 +21,7 @@ from tccl_py.planning.opening_hosts import (
     plan_job,
     simulated_cluster,
 )
-from tccl_py.planning.probes import pair_rates
+from tccl_py.planning.plan_sources import pair_rates
 from tccl_py.planning.request import PlanRequest
 from tccl_py.readers.sysfs import Neighbour
 from tccl_py.search.problem import Budget
@@ -211,7 +211,7 @@ def subject_with(proofs, monkeypatch, directory=None, **request):
 def test_a_host_with_broken_links_is_named_and_no_host_is_planned_over_such(monkeypatch):
     proofs = {"h0": SOUND, "h1": SOUND, "h2": HANGS, "h3": BUSY}
     subject, told = subject_with(proofs, monkeypatch)
-    plan = subject.search(None)
+    plan = subject.search()
     classes = plan.cluster.host_classes
     assert classes["h0"] == classes["h1"] == classes["h3"] != classes["h2"]
     broken = "host h2: links: hangs (GPU 1): nothing that GPU 1 writes arrives; "
@@ -234,7 +234,7 @@ def test_hosts_with_the_same_broken_links_are_one_class_whatever_was_seen(monkey
     facts = tuple(msgspec.structs.replace(fact, what="something else") for fact in HANGS.facts)
     proofs = {"h0": HANGS, "h1": HANGS, "h2": msgspec.structs.replace(HANGS, facts=facts)}
     subject, told = subject_with(proofs, monkeypatch)
-    assert len(subject.search(None).cluster.classes) == 1
+    assert len(subject.search().cluster.classes) == 1
     (named,) = [text for text in told if text.startswith("host h")]
     assert named.startswith("host h[0-2]: links: hangs")
     assert named.endswith("all hosts run without this P2P")
@@ -253,7 +253,7 @@ def test_hosts_of_a_job_join_the_plan_of_the_directory_whose_hosts_need_not_run(
     def planned_into(*hosts, **request):
         asked = {"backend": "host", "directory": tmp_path, **request}
         subject, _ = subject_with(dict.fromkeys(hosts, SOUND), monkeypatch, **asked)
-        made = subject.search(None)
+        made = subject.search()
         write_plan(made, tmp_path, tables=subject.table_files())
         flows = {flow for one in subject.source.network.sets for flow in one.flows}
         return made, {host for flow in flows for host in flow.hosts}
@@ -271,7 +271,7 @@ def test_hosts_of_a_job_join_the_plan_of_the_directory_whose_hosts_need_not_run(
 
 def test_hosts_of_memory_are_not_asked_for_a_proof(monkeypatch):
     subject, told = subject_with({"h0": HANGS, "h1": SOUND}, monkeypatch, backend="host")
-    assert told == [] and not any("links" in text for text in subject.search(None).notices)
+    assert told == [] and not any("links" in text for text in subject.search().notices)
 
 
 def test_simulated_nodes_are_counted_or_listed_and_not_two_different_numbers(tmp_path):

@@ -28,7 +28,7 @@ from tccl_py.nccl.communicators import (
 )
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.results import ProvenLinks
-from tccl_py.planning.proof import CONTROL, Evidence, gather_evidence
+from tccl_py.planning.installed_nccl import CONTROL, Evidence, gather_evidence
 from tccl_py.rank_processes.tasks import RankOutput, RanksError, Task, run_each
 from tccl_py.sources.profiled import ProfilerSource
 from tests.commands import tccl
@@ -274,7 +274,7 @@ def test_kernels_run_beside_nccl_where_processes_may_share_gpus(
         "several_processes_may_use": lambda _: shared,
         "run_each": run,
     }.items():
-        monkeypatch.setattr(f"tccl_py.planning.proof.{name}", stand_in)
+        monkeypatch.setattr(f"tccl_py.planning.installed_nccl.{name}", stand_in)
     version = "2.28" if nccl else None
     place = Fake(SMALL).place()
     gather_evidence(place, GPUS, version, alone=alone, ready=lambda: done.append("ready"))

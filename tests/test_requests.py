@@ -8,7 +8,8 @@ import pytest
 
 from tccl_py.errors import InputError
 from tccl_py.plan.load import load_plan
-from tccl_py.planning.opening import subject_of
+from tccl_py.planning.opening import machine_subject
+from tccl_py.planning.opening_hosts import cluster_subject
 from tccl_py.planning.planner import make_plan
 from tccl_py.planning.request import PlanRequest
 from tccl_py.search.problem import Budget
@@ -28,8 +29,10 @@ def test_a_request_made_in_python_plans_what_the_command_plans(options, tmp_path
     if options:
         request = msgspec.structs.replace(request, nodes=2)
     with ExitStack() as stack:
-        subject = subject_of(request, None, stack, pytest.fail)
-        assert subject.search(None) == load_plan(place)
+        several = cluster_subject, (request, None, stack, pytest.fail)
+        open_all, of = several if options else (machine_subject, (request, pytest.fail))
+        subject = open_all(*of)
+        assert subject.search() == load_plan(place)
     assert bool(subject.table_files()) == bool(options)
 
 

@@ -11,16 +11,23 @@ from hypothesis import strategies as st
 from tccl_py.model.machine import Knowledge, NvLink
 from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.plan.chains import condense
-from tccl_py.planning.choices import as_graph, mechanisms, rate_own
-from tccl_py.planning.request import Task, rings_under
-from tccl_py.planning.study import CAREFUL, bare_copies, measured_well, search_under
+from tccl_py.planning.planner import bare_copies
+from tccl_py.planning.request import PlanRequest
+from tccl_py.planning.settings_search import (
+    CAREFUL,
+    as_graph,
+    measured_well,
+    mechanisms,
+    rate_own,
+    settings_search,
+)
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled, model_for
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.bench import Bench
 from tests.fakes import scaled
 from tests.networked import networked_machine
-from tests.planned import FOUR_GPUS, PCIE, SEVERAL_GPUS, SMALL
+from tests.planned import FOUR_GPUS, PCIE, SEVERAL_GPUS, SMALL, task_on
 from tests.toy import toy_machine
 
 
@@ -39,24 +46,18 @@ class Interrupted(Bench):
 
 
 def task_for(name, *, source=None, version="2.30", counts=(1, 2)):
-    model = load_bundled(name)
-    return Task(
-        machine=model.machine,
-        knowledge=model.knowledge,
-        source=source or Bench(Simulator(model)),
-        gpus=model.machine.gpu_indices,
-        version=version,
-        ring_counts=counts,
-        strategy="best-first",
-        budget=Budget(sets=200, idle_sets=50),
-    )
+    model, budget = load_bundled(name), Budget(sets=200, idle_sets=50)
+    source, request = source or Bench(Simulator(model)), PlanRequest(version=version)
+    host = model.machine, model.knowledge
+    return task_on(*host, source, request=request, ring_counts=counts, budget=budget)
 
 
-def searched(task, sets=200, *, interrupted_at=None):
-    search = rate_own(task)
-    if interrupted_at is not None:
-        task.source.left = interrupted_at
-    search.run(sets=sets)
+def searched(task, *, interrupted_at=None):
+    def allow(share):
+        if interrupted_at is not None and share == 5 / 8:
+            task.source.left = interrupted_at
+
+    search = settings_search(task, allow=allow)
     return search.own["variables"], search
 
 
@@ -79,7 +80,7 @@ def test_the_rate_of_every_choice_is_measured_under_its_own_settings(name):
     task = task_for(name)
     _, search = searched(task)
     for choice in [search.best, *search.searched]:
-        rings = rings_under(task, choice.settings, choice.orders)
+        rings = task.rings_under(choice.settings, choice.orders)
         (measured,) = task.source.measure([rings.flows])
         assert choice.rate_gbps == pytest.approx(len(choice.orders) * measured.rate_gbps)
 
@@ -131,7 +132,7 @@ def test_choices_without_a_graph_file_run_the_rings_that_nccl_picks(name):
         graph = as_graph(own)
         assert graph.settings.channels % len(own.rings.rings) == 0
         # The file's channels move the same flows: it needs no other measurement.
-        assert rings_under(task, graph.settings, graph.orders).flows == own.rings.flows
+        assert task.rings_under(graph.settings, graph.orders).flows == own.rings.flows
 
 
 def test_the_same_settings_are_searched_the_same_way_again():
@@ -146,7 +147,7 @@ def test_the_same_settings_are_searched_the_same_way_again():
 
 def test_ring_counts_that_do_not_divide_the_channels_are_left_out():
     task = task_for(SMALL, counts=(1, 2, 3))
-    result = search_under(task, Settings(channels=4), floor=0.0, sets=100)
+    result = task.search(Settings(channels=4), floor=0.0, sets=100)
     assert len(result.rings.rings) in (1, 2)
 
 
@@ -155,7 +156,7 @@ def test_a_noisy_ring_set_is_measured_several_times_and_a_quiet_one_once():
     for noise, measured in ((0.0, 1), (0.05, CAREFUL)):
         source = Bench(Simulator(model, noise=noise))
         task = task_for(SMALL, source=source)
-        rings = rings_under(task, Settings(channels=4), [task.gpus])
+        rings = task.rings_under(Settings(channels=4), [task.gpus])
         well = measured_well(source, rings)
         assert (source.times_measured, source.sets_measured) == (measured, 1)
         (exact,) = Simulator(model).measure([rings.flows])
@@ -178,7 +179,7 @@ class Hardware(Bench):
 def test_hardware_that_is_as_precise_as_asked_measures_once(settled, measured):
     source = Hardware(Simulator(load_bundled(SMALL), noise=0.05), settled=settled)
     task = task_for(SMALL, source=source)
-    rings = rings_under(task, Settings(channels=4), [task.gpus])
+    rings = task.rings_under(Settings(channels=4), [task.gpus])
     assert measured_well(source, rings).settled is settled
     assert source.times_measured == measured
 
@@ -202,7 +203,7 @@ def test_where_orders_are_alike_no_order_and_no_second_ring_is_faster(name):
         chance = random.Random(0)
         orders = [tuple(chance.sample(task.gpus, len(task.gpus))) for _ in range(12)]
         sets = [(order,) for order in orders] + list(pairwise(orders))
-        rings = [rings_under(task, settings, orders) for orders in sets]
+        rings = [task.rings_under(settings, orders) for orders in sets]
         rates = [ring.rate(task.source.measure([ring.flows])[0]) for ring in rings]
         assert max(rates) <= min(rates[:12]) * (1 + 1e-9)
 
@@ -227,13 +228,7 @@ def test_orders_over_links_between_numa_nodes_are_not_alike(nodes, alike):
     """A ring and its reverse use different directions of these links."""
     machine = toy_machine(gpus=4, numa_nodes=nodes)
     source = Bench(Simulator(model_for(machine)))
-    task = Task(
-        machine=machine,
-        knowledge=Knowledge(),
-        source=source,
-        gpus=machine.gpu_indices,
-        version="2.30",
-    )
+    task = task_on(machine, Knowledge(), source)
     assert task.symmetry.order == 24
     assert task.orders_alike(Settings(version="2.30", p2p_level="LOC")) == alike
 
@@ -260,7 +255,7 @@ class LamePair:
 def test_sets_of_two_rings_are_searched_only_where_orders_turn_out_to_differ(factor, differ):
     source = LamePair(factor)
     task = msgspec.structs.replace(task_for(SMALL, source=Bench(source)), fewest_first=True)
-    result = search_under(task, mechanisms(task)[0], floor=0.0, sets=200, check_bound=True)
+    result = task.search(mechanisms(task)[0], floor=0.0, sets=200, check_bound=True)
     assert result.symmetric != differ
     assert (2 * len(task.gpus) in source.sizes) == differ
 
@@ -277,7 +272,7 @@ def test_rings_of_a_set_share_the_channels_that_one_ring_has(name, channels):
         blocks = {hop.flow.blocks for hop in problem.spaces[count]}
         assert blocks == {2 * channels // count}
         order = tuple(task.gpus)
-        asked = rings_under(task, settings, [order, order[::-1]] * (count // 2) or [order])
+        asked = task.rings_under(settings, [order, order[::-1]] * (count // 2) or [order])
         assert {flow.blocks for flow in asked.flows.flows} == blocks
         for engine in (True, False):
             # Copies of a bounce go through as much memory as its FIFOs are.
@@ -287,8 +282,10 @@ def test_rings_of_a_set_share_the_channels_that_one_ring_has(name, channels):
         (answer,) = task.source.measure([asked.flows])
         assert asked.rate(answer) == len(asked.rings) * min(answer.gbps)
     searched = []
-    told = msgspec.structs.replace(task, ring_counts=(1, 2, 4, 8, 16), reporter=searched.append)
-    result = search_under(told, settings, floor=0.0, sets=30)
+    told = msgspec.structs.replace(
+        task, ring_counts=(1, 2, 4, 8, 16), request=PlanRequest(reporter=searched.append)
+    )
+    result = told.search(settings, floor=0.0, sets=30)
     assert {one.rings_in_set for one in searched} <= {c for c in (1, 2, 4, 8, 16) if c <= channels}
     rings = result.rings.rings
     assert {flow.blocks for flow in result.rings.flows.flows} == {2 * channels // len(rings)}
@@ -297,14 +294,8 @@ def test_rings_of_a_set_share_the_channels_that_one_ring_has(name, channels):
 @pytest.mark.parametrize("mbps", [[25_000], [40_000], [50_000], [25_000, 25_000], [200_000]])
 def test_a_slow_network_gets_no_more_channels_than_it_keeps_busy(mbps):
     machine = networked_machine(gpus=2, nics=len(mbps), mbps=mbps[0])
-    task = Task(
-        machine=machine,
-        knowledge=Knowledge(),
-        source=Bench(Simulator(model_for(machine))),
-        gpus=machine.gpu_indices,
-        version="2.30",
-        nics=tuple(range(len(mbps))),
-    )
+    source = Bench(Simulator(model_for(machine)))
+    task = task_on(machine, Knowledge(), source, nics=tuple(range(len(mbps))))
     assert {kind.channels for kind in mechanisms(task)} == {2 if sum(mbps) < 50_000 else 8}
 
 
@@ -318,8 +309,6 @@ def test_links_that_join_two_gpus_make_orders_unlike_and_switches_do_not(counts)
         if (count := near if abs(a - b) % 2 else far)
     )
     machine = msgspec.structs.replace(machine, nvlinks=links)
-    task = msgspec.structs.replace(
-        task_for(SMALL), machine=machine, knowledge=Knowledge(), gpus=(0, 1, 2, 3)
-    )
+    task = task_on(machine, Knowledge(), task_for(SMALL).source)
     assert task.orders_alike(Settings(version="2.30", p2p_level="SYS")) == (near == 0)
     assert task_for(SMALL).orders_alike(Settings(version="2.30"))

@@ -359,7 +359,7 @@ def advise(
                 raise
             right = "name a MACHINE, as in `tccl advise topology.xml`"
             raise InputError(error.where, error.what, right) from error
-        made = subject.search(None)
+        made = subject.search()
         diagnosis = examine(proven[0].host) if proven else None
         if job is not None:
             made, predicted, line = plan_by_workload(made, job, subject.model)

@@ -141,8 +141,7 @@ class ProgressLine:
             disable=self._lines or Speech.verbosity is Verbosity.QUIET,
         )
         self._line = self._bar.add_task("starting", total=None)
-        self._begun = self._shown = time.monotonic()
-        self._best = 0.0
+        self._best = self._begun = self._shown = 0.0
         self._search = ""
         self._measured = ""
         self._first: tuple[int, float] | None = None
@@ -192,6 +191,8 @@ class ProgressLine:
             notice(f"{_time_text(clock - self._begun)}: {text}")
 
     def __enter__(self) -> ProgressLine:
+        self._begun = self._shown = time.monotonic()
+        self._bar.reset(self._line)
         self._bar.start()
         return self
 

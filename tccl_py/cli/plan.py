@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from math import inf, nan
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,10 +51,9 @@ from tccl_py.plan.text import (
     planned_gpus,
 )
 from tccl_py.planning.hardware import limit_sentences
-from tccl_py.planning.opening import ring_counts_of, subject_of
+from tccl_py.planning.opening import UNDER_MPI, Prove, Subject, machine_subject, ring_counts_of
 from tccl_py.planning.output import holds_measurements, holds_whole_plan, output_directory
 from tccl_py.planning.request import DEFAULT_BUDGET, EVERY_SET, PlanRequest, pinned_here
-from tccl_py.planning.subject import UNDER_MPI, Prove, Subject, say_sure
 from tccl_py.search.problem import Budget
 from tccl_py.search.strategies import STRATEGIES
 from tccl_py.simulator.descriptions import bundled_names
@@ -166,24 +165,32 @@ def plan(
     several = ranks or request.names_hosts
     job_of = None if workload is None else job_workload(workload)
     predicted = None
+    line = ProgressLine(*(() if several else (request.budget.sets, request.budget.seconds)))
+    request = replace(request, reporter=line)
     with ExitStack() as stack:
         if tune and not several:
             _check_tuning()
-        job = stack.enter_context(_job()) if ranks else None
+        job = None
+        if ranks:
+            from tccl_py.cli.measure import controlled_job  # noqa: PLC0415 (under MPI alone)
+
+            job = stack.enter_context(controlled_job())
         known = None if force else output
         proves = _prove_for(request, job, known)
-        subject = subject_of(request, job, stack, notice, prove=proves, directory=known)
+        if several:
+            from tccl_py.planning.opening_hosts import cluster_subject  # noqa: PLC0415 (slow)
+
+            subject = cluster_subject(request, job, stack, notice, known)
+        else:
+            subject = machine_subject(request, notice, proves)
         if job is not None and tune:
             _check_tuning(job)
-        limits = () if several else (request.budget.sets, request.budget.seconds)
         with output_directory(output, force=force or subject.grows) as journal:
             # Until the new plan is whole.
             stays = holds_whole_plan(output)
-            with _planning(journal, output), ProgressLine(*limits) as line:
-                if subject.source is not None:
-                    subject.source.watch(line.count_sets)
-                notice_each(subject.keep_in(journal, replace=force))
-                made = subject.search(line)
+            with _planning(journal, output), line:
+                notice_each(subject.keep_in(journal, line.count_sets, replace=force))
+                made = subject.search()
                 if job_of is not None:
                     made, predicted, _ = plan_by_workload(
                         made, job_of, None if several else subject.model
@@ -197,7 +204,7 @@ def plan(
         print_plan_json(made, output, predicted)
         notice(f"wrote {output}")
     else:
-        _print_end(made, output, subject.model)
+        _print_end(made, output, subject)
     if made.cancelled:
         again = "the same command goes on from there"
         held = "the plan from before" if stays else "the best so far, a usable plan"
@@ -205,7 +212,7 @@ def plan(
         raise typer.Exit(INTERRUPTED)
 
 
-def _print_end(made: Plan, output: Path, model: MachineModel | None) -> None:
+def _print_end(made: Plan, output: Path, subject: Subject) -> None:
     """Print what to know of a new plan in at most eight lines; `tccl show` has the rest."""
     console, name = results(), made.recommended
     known = {CHOICE_WORDS[way]: made.choices[way].best_known_gbps for way in ("default", name)}
@@ -229,7 +236,7 @@ def _print_end(made: Plan, output: Path, model: MachineModel | None) -> None:
         ("Verdict", advice(made)),
         ("Rates", ", ".join(rates).replace("nan GB/s", "no rate")),
         ("Limit", limits[0] if limits else limit),
-        ("How sure", say_sure(made, model) + assumed + "; cut short" * made.cut_short),
+        ("How sure", subject.say_sure(made) + assumed + "; cut short" * made.cut_short),
         ("Files", f"in {output}; all of it{noted}: tccl show {output}"),
         ("Next", f"{first * (made.simulated or made.dry_run)}{following}"),
     )
@@ -351,12 +358,6 @@ def _check(request: PlanRequest, *, in_job: bool, tune: bool | None) -> None:
         refuse({"--tune": tune}, "runs collectives on the hosts", right)
         if request.simulate is None:
             refuse({"--nodes": request.nodes}, "is about models", models)
-
-
-def _job() -> AbstractContextManager[Job]:
-    from tccl_py.cli.measure import controlled_job  # noqa: PLC0415 (under MPI alone)
-
-    return controlled_job()
 
 
 def _check_tuning(job: Job | None = None) -> None:

@@ -10,7 +10,7 @@ from tccl_py.health.proving import ProvenHost, prove_host
 from tccl_py.model.cluster import parse_gpus
 from tccl_py.model.links import Proof
 from tccl_py.nccl.asked import AskedJob
-from tccl_py.planning.subject import Prove
+from tccl_py.planning.opening import Prove
 
 
 def proven_host(

@@ -20,10 +20,10 @@ from tccl_py.experiments.spec import COLLECTIVES, MIB, Collective, Row, bus_gbps
 from tccl_py.model.measurement import IN_DRY_RUN, BandwidthSource, mark
 from tccl_py.model.rings import Hop, Ring, neighbours
 from tccl_py.model.transfer import transfer_set
-from tccl_py.nccl.settings import Settings, pinned_level
+from tccl_py.nccl.settings import Settings
 from tccl_py.plan.chains import ChoiceName, Order, condense
 from tccl_py.plan.plan import Plan
-from tccl_py.planning.request import Task, rings_under
+from tccl_py.planning.request import PlanRequest, Task
 from tccl_py.sources.bench import Bench, bench_of
 from tccl_py.workloads.workload import Workload
 
@@ -94,12 +94,10 @@ def _rates(
 
 def _part(plan: Plan, source: Bench, gpus: Order, name: ChoiceName) -> _Part:
     task = Task(
-        machine=plan.machine,
-        knowledge=plan.knowledge,
+        host=plan.cluster.classes[0],
         source=source,
         gpus=gpus,
-        version=plan.settings.version,
-        p2p_level=pinned_level(plan.pinned_env),
+        request=PlanRequest(version=plan.settings.version, pinned_env=plan.pinned_env),
     )
     settings, planned = plan.choices[name].settings, plan.subset(gpus)
     if name != "graph" or planned is None or not planned.gains:
@@ -113,7 +111,7 @@ def _part(plan: Plan, source: Bench, gpus: Order, name: ChoiceName) -> _Part:
         orders = planned.rings
         nodes = dict(zip(planned.gpus, planned.nodes, strict=False))
         task = replace(task, nodes=nodes, spaces={})
-    return _Part(task, settings, rings_under(task, settings, orders).rings)
+    return _Part(task, settings, task.rings_under(settings, orders).rings)
 
 
 def _gbps(parts: Sequence[_Part], source: Bench, collective: Collective) -> float:

@@ -127,7 +127,7 @@ class Prober:
         transfers = transfer_set(flows)
         self.allowance.check()
         self.source.again(transfers)
-        self.allowance.spend()
+        self.allowance.spent += 1
         self._rates.pop(transfers, None)
         if len(self.source.recall(transfers)) == 1:
             self._note(transfers)

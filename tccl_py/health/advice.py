@@ -23,9 +23,8 @@ from tccl_py.plan.plan import Plan
 from tccl_py.plan.size_choices import BySize, list_by_size, size_notes
 from tccl_py.plan.text import advice, assumptions, doctor_first, p2p_note, unrated_text
 from tccl_py.planning.hardware import limit_sentences
-from tccl_py.planning.opening import machine_subject
+from tccl_py.planning.opening import Say, Subject, machine_subject
 from tccl_py.planning.request import DEFAULT_BUDGET, PlanRequest
-from tccl_py.planning.subject import Say, Subject, say_sure
 from tccl_py.simulator.descriptions import usual_gts
 from tccl_py.simulator.model import MachineModel, gpu_names
 
@@ -141,7 +140,7 @@ def answers_by_cpu(
     for name, words in (("amd", "AMD"), ("intel", "others")):
         asked = msgspec.structs.replace(request, cpu=name)
         subject = machine_subject(asked, say, model=model)
-        advice = advice_by(subject.search(None), subject)
+        advice = advice_by(subject.search(), subject)
         fields = {field: getattr(advice, field) for field in CpuAnswer.__struct_fields__}
         answers[words] = CpuAnswer(**fields)
     return answers
@@ -177,7 +176,7 @@ def advice_by(plan: Plan, subject: Subject, diagnosis: Diagnosis | None = None) 
         # A bound on links that nobody told would not be one.
         bound_gbps=None if assumed_links(plan) else plan.bound_gbps,
         simulated=plan.simulated,
-        sure=say_sure(plan, subject.model) + cut,
+        sure=subject.say_sure(plan) + cut,
         by_size=list_by_size(plan),
         poor=(*size_notes(plan), *filter(None, [p2p_note(plan)])),
         assumptions=(*assumptions(plan), *filter(None, [say_unchecked(plan.settings.version)])),

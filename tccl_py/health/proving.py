@@ -51,7 +51,7 @@ from tccl_py.nccl.view import view
 from tccl_py.nccl_library import installed_nccl
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import ProvenLinks
-from tccl_py.planning.proof import gather_evidence
+from tccl_py.planning.installed_nccl import gather_evidence
 from tccl_py.sources.profiled import MeasuredMachine, measured_machine
 from tccl_py.statistics import median_interval
 

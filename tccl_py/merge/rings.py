@@ -16,7 +16,6 @@ import msgspec
 import numpy as np
 
 from tccl_py.errors import SearchError
-from tccl_py.merge.potentials import is_ruled_out
 from tccl_py.merge.walks import (
     MAX_PRODUCTS,
     Best,
@@ -28,6 +27,7 @@ from tccl_py.merge.walks import (
     Walk,
     highest,
     host_piece,
+    is_ruled_out,
     path,
     power,
     product,

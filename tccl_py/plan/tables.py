@@ -97,8 +97,8 @@ class ClassRates:
 
     searches = False
     """Whether further chains are searched for: it is a study."""
-    cancelled = False
-    """Whether an interruption ended the study."""
+    cancelled = stopped = False
+    """Whether an interruption ended the study, or a later question."""
     sets_by_symmetry = 0
 
     def __init__(self, node_class: NodeClass, kept: KeptTable) -> None:

@@ -26,7 +26,7 @@ from tccl_py.nccl.connections import (
 )
 from tccl_py.nccl.graph_search import DefaultChain, DefaultRings, default_rings
 from tccl_py.nccl.network import EvenUse, NicPair
-from tccl_py.nccl.settings import Settings, settings_from_environment
+from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import usable_nics, view
 from tccl_py.plan.chains import AS_GOOD as WORTH
 from tccl_py.plan.chains import (
@@ -48,7 +48,7 @@ from tccl_py.planning.cables import (
     notices_of_cables,
 )
 from tccl_py.planning.request import PlanRequest
-from tccl_py.planning.study import Candidate, assemble_plan, not_below
+from tccl_py.planning.settings_search import Candidate, assemble_plan, not_below
 
 MANY_TUPLES = 24
 """Up to so many even tuples are all tried; of more, those that the best chains lead to."""
@@ -60,7 +60,7 @@ promising one of each number of rings."""
 def plan_over(cluster: Cluster, nodes: Sequence[ClassRates], request: PlanRequest) -> Plan:
     """Return the best plan over a cluster's hosts, with a node for each of its classes.
 
-    KeyboardInterrupt ends it with the best so far. The counts of sets are left 0.
+    An interruption ends it with the best so far. The counts of sets are left 0.
 
     Raises SearchError: no ring exists. MeasurementError: a source cannot measure a needed set.
     """
@@ -97,7 +97,7 @@ def plan_over(cluster: Cluster, nodes: Sequence[ClassRates], request: PlanReques
 def best_rings(
     cluster: Cluster, nodes: Sequence[ClassRates], *, keep_order: bool = False
 ) -> tuple[Candidate, bool]:
-    """Return the best rings over all hosts, and whether KeyboardInterrupt ended the search.
+    """Return the best rings over all hosts, and whether an interruption ended the search.
 
     Raises SearchError: no ring exists. MeasurementError: a source cannot measure a needed set.
     """
@@ -111,18 +111,23 @@ def best_rings(
                 cluster=cluster, nodes=nodes, settings=settings, keep_order=keep_order
             )
             rings = _realisable(search, count)
+            cancelled = any(node.stopped for node in nodes)
+            if cancelled and best is not None:
+                break
             if rings is None:
                 continue
             cost = rings.ring_count, rings.settings.channels
             less = best is not None and cost < (best.ring_count, best.settings.channels)
             if best is None or prefer(rings.rate_gbps, best.rate_gbps, less=less):
                 best = rings
-        if best is not None and cluster.cables:
+        if best is not None and cluster.cables and not cancelled:
             best = _of_all_dealings(cluster, nodes, best, keep_order=keep_order)
     except KeyboardInterrupt:
         if best is None:
             raise
         cancelled = True
+    if best is None and cancelled:  # There is nothing to return.
+        raise KeyboardInterrupt
     if best is None:
         raise SearchError("no ring over all hosts was found: no settings suit every class")
     return best, cancelled
@@ -465,7 +470,7 @@ def _with_nics(
     nics = [n for node in nodes for n in node.node_class.machine.nics if n.index in node.nics]
     rdma, named = all(nic.rdma for nic in nics), all(nic.has_name for nic in nics)
     names = chain.from_iterable(_own_names(node, rdma=rdma) for node in nodes if named)
-    pinned = settings_from_environment(request.pinned_env).ib_hca
+    pinned = request.default_settings.ib_hca
     listed = pinned or tuple(dict.fromkeys(names))
     chains, settings = chain.from_iterable(joined.hosts.values()), joined.settings
     return msgspec.structs.replace(

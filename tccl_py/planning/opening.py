@@ -1,59 +1,115 @@
-"""What a request names, opened: a source with the search by it, and a directory for the plan."""
+"""What a request names, opened: a source of rates, the search by it, and what they rest on."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from tccl_py.errors import InputError, require
+from tccl_py.errors import InputError, require, spell
 from tccl_py.model.cluster import single_host
 from tccl_py.model.links import Proof
+from tccl_py.model.machine import Fingerprint, Knowledge
 from tccl_py.nccl.settings import environment
 from tccl_py.plan.chains import Choice, Failure
 from tccl_py.plan.plan import Plan
 from tccl_py.planning.planner import plan_hosts
 from tccl_py.planning.request import PlanRequest, chosen_gpus, not_pinned, of_transports
-from tccl_py.planning.subject import Prove, Say, Subject, open_model, with_proof
-from tccl_py.search.problem import Reporter
-from tccl_py.simulator.model import MachineModel
+from tccl_py.simulator.descriptions import load_machine, settle_model
+from tccl_py.simulator.model import MachineModel, provenances_text
+from tccl_py.simulator.source import Simulator
+from tccl_py.sources.bench import Bench
+from tccl_py.sources.journal import read_journal, widen_journal
 
 if TYPE_CHECKING:
     from tccl_py.nccl.asked import AskedJob
-    from tccl_py.sources.hosts import Job
     from tccl_py.sources.profiled import MeasuredMachine
+
+Say = Callable[[str], None]
+Prove = Callable[[Callable[[], None]], "tuple[Proof | None, Sequence[AskedJob]]"]
+"""Proves the links of this machine: a proof, and what NCCL did for it. The function that it gets is
+called once workers of this machine may start."""
+UNDER_MPI = "start the command under mpirun or srun"
+
+
+class Subject(msgspec.Struct, kw_only=True):
+    """What is planned for: a source, and the search by it, which closes the source's journal."""
+
+    search: Callable[[], Plan]
+    source: Bench | None = None
+    model: MachineModel | None = None
+    """That of new hosts."""
+    fingerprint: Fingerprint | None = None
+    links: Proof | None = None
+    """The proof by which this machine is planned."""
+    grows: bool = False
+    """Whether hosts join a plan."""
+    known_models: Mapping[str, MachineModel | None] = {}
+    """The models of that plan's classes."""
+    table_files: Callable[[], Mapping[str, str]] = dict
+    """Returns the files of a cluster's tables after the search."""
+
+    def models(self, made: Plan) -> dict[str, MachineModel | None]:
+        """Return the models behind a plan's rates by class; new classes have the new model."""
+        models = dict.fromkeys((node_class.name for node_class in made.cluster.classes), self.model)
+        return {**models, **self.known_models}
+
+    def keep_in(
+        self, journal: Path, on_set: Callable[[int], None], *, replace: bool
+    ) -> tuple[str, ...]:
+        """Keep what is measured, for a plan that grows with all its hosts; return notices.
+
+        `on_set` is called with the number of sets that hardware measured, before and after each.
+        """
+        if self.source is None:
+            return ()
+        self.source.watch(on_set)
+        if self.grows and journal.is_file():
+            if not self.source.simulated:
+                widen_journal(journal, self.source.header)
+            elif read_journal(journal).header != self.source.header:
+                return ()  # Sets of another model have no names of hosts.
+        return self.source.keep_in(journal, replace=replace)
+
+    def say_sure(self, plan: Plan) -> str:
+        """Return how sure a plan is, by the model behind its rates, if there is one."""
+        model = self.model
+        if plan.dry_run:
+            return "not at all: processes in host memory stood in for GPUs"
+        if plan.jobs_ran:
+            return "high: NCCL's jobs were timed here"
+        if plan.simulated:
+            level = "low" if plan.any_assumed else "medium"
+            if model is None:
+                return f"{level}: simulated"
+            basis = "" if model.source else f", {model.note}"
+            return f"{level}: by a model with {provenances_text(model)} parameters{basis}"
+        interval = plan.choices["graph"].error
+        error = f", 95 % interval ±{interval:.1%}" if interval else ""
+        sets = spell(plan.sets_measured, "set")
+        return f"medium: {sets} measured here{error}; no NCCL job was timed"
+
+
+def open_model(request: PlanRequest, name: str | MachineModel) -> tuple[MachineModel, Bench]:
+    """Open the model that a request names, or a model as the request has it."""
+    loaded = name if isinstance(name, MachineModel) else load_machine(name)
+    model = settle_model(loaded, p2p=request.p2p, cpu=request.cpu)
+    return model, Bench(Simulator(model, noise=request.noise or 0.0, seed=request.seed or 0))
+
+
+def with_proof(knowledge: Knowledge, proof: Proof | None) -> Knowledge:
+    """Return knowledge of a machine with the links that its proof leaves to no plan."""
+    if proof is None or not proof.facts:
+        return knowledge
+    return msgspec.structs.replace(knowledge, links=proof.facts)
+
 
 _MAX_RINGS = 16
 _NO_PAIRS = Failure(verdict="fails")
-
-
-def subject_of(
-    request: PlanRequest,
-    job: Job | None,
-    stack: ExitStack,
-    say: Say,
-    *,
-    prove: Prove | None = None,
-    directory: Path | None = None,
-) -> Subject:
-    """Open what is planned for. The hosts of a job are left with `stack`.
-
-    Args:
-        prove: proves the links of this machine, if it is measured.
-        directory: hosts join the whole plan of hosts that it holds, if any; None plans anew.
-
-    Raises InputError: an unknown machine, hosts that do not fit, or rates of another kind than in
-    the directory's plan.
-    """
-    if job is None and not request.names_hosts:
-        return machine_subject(request, say, prove)
-    from tccl_py.planning.opening_hosts import cluster_subject  # noqa: PLC0415 (for hosts alone)
-
-    return cluster_subject(request, job, stack, say, directory)
 
 
 def machine_subject(
@@ -73,10 +129,9 @@ def machine_subject(
     gpus = chosen_gpus(model.machine, request.gpus)
     cluster = single_host(model.machine, model.knowledge, gpus)
 
-    def search(reporter: Reporter | None) -> Plan:
+    def search() -> Plan:
         with source:
-            watched = msgspec.structs.replace(request, reporter=reporter)
-            return plan_hosts(watched, cluster, [source], gpus=gpus)
+            return plan_hosts(request, cluster, [source], gpus=gpus)
 
     return Subject(search=search, source=source, model=model)
 
@@ -108,13 +163,12 @@ def _here(request: PlanRequest, say: Say, prove: Prove | None) -> Subject:
                 opened.pop_all()
     place = msgspec.structs.replace(place, knowledge=with_proof(place.knowledge, proof))
 
-    def search(reporter: Reporter | None) -> Plan:
+    def search() -> Plan:
         with source:
             gpus = named or chosen_gpus(place.machine, None)
             rings = installed_nccl.rings_here(place, named, asked)
             cluster = single_host(place.machine, place.knowledge, gpus)
-            watched = msgspec.structs.replace(request, reporter=reporter)
-            made = plan_hosts(watched, cluster, [source], gpus=gpus, own_rings=rings)
+            made = plan_hosts(request, cluster, [source], gpus=gpus, own_rings=rings)
             conditions = source.conditions
         made = made if proof is None else judged_by(made, proof)
         noticed = source.summary(conditions)

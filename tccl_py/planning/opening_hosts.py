@@ -31,19 +31,22 @@ from tccl_py.plan.staging import PLAN_FILE
 from tccl_py.plan.tables import ClassRates, KeptTable, kept_files, read_tables, table_files
 from tccl_py.planning.cluster_planner import NO_TABLE
 from tccl_py.planning.installed_nccl import version_to_plan
-from tccl_py.planning.plan_sources import addresses_of, class_sources, heard_by, planned_models
-from tccl_py.planning.planner import plan_hosts
-from tccl_py.planning.probes import (
+from tccl_py.planning.opening import UNDER_MPI, Say, Subject, open_model, with_proof
+from tccl_py.planning.plan_sources import (
     MOST_ODD,
     MOST_SAMPLED,
     Sample,
+    addresses_of,
+    class_sources,
     difference,
     estimate_uplinks,
+    heard_by,
     odd_hosts,
     pair_rates,
+    planned_models,
 )
+from tccl_py.planning.planner import plan_hosts
 from tccl_py.planning.request import PlanRequest, gpus_of_classes
-from tccl_py.planning.subject import UNDER_MPI, Say, Subject, open_model, with_proof
 from tccl_py.readers.cables import (
     Addresses,
     Heard,
@@ -59,7 +62,6 @@ from tccl_py.readers.cables import (
 )
 from tccl_py.readers.hosts import HostSlots, listed_hosts
 from tccl_py.readers.switches import read_switches
-from tccl_py.search.problem import Reporter
 from tccl_py.search.strategies import STRATEGIES
 from tccl_py.simulator.model import MachineModel
 from tccl_py.simulator.source import Simulator
@@ -95,11 +97,6 @@ class HostsRequest(msgspec.Struct, frozen=True):
     """The notices of that plan."""
     tables: list[KeptTable] | None = None
     """Takes the tables of all classes."""
-
-    def report_to(self, reporter: Reporter | None) -> HostsRequest:
-        """Return the same with a reporter of the search."""
-        replace = msgspec.structs.replace
-        return replace(self, request=replace(self.request, reporter=reporter))
 
     def known_hosts(self) -> tuple[dict[str, int], dict[int, list[Sample]]]:
         """Return the classes of known hosts, and the best sets of each class by its number.
@@ -143,10 +140,11 @@ def cluster_subject(
     say: Say,
     directory: Path | None = None,
 ) -> Subject:
-    """Open several hosts, those of a job if there is one; see `subject_of`.
+    """Open several hosts, those of a job if there is one, which are left with `stack`.
 
     New hosts join those of a whole plan in the directory. A list of hosts names the whole set: what
-    it leaves out leaves the plan.
+    it leaves out leaves the plan. Raises InputError: hosts that do not fit, or rates of another
+    kind than in the directory's plan.
     """
     held = None if directory is None else _held_plan(directory)
     tables, models = list[KeptTable](), Models()
@@ -236,9 +234,9 @@ def _of_hosts(asked: HostsRequest, models: Models) -> tuple[Subject, Cluster]:
         reports = _new_reports(listed, pick(kind, "machine", "knowledge"), known)
         cluster = _cluster(reports, request.switches, known, where="`hosts`")
 
-    def search(reporter: Reporter | None) -> Plan:
+    def search() -> Plan:
         with source or nullcontext():
-            return plan_unmeasured(asked.report_to(reporter), cluster, source, by_name)
+            return plan_unmeasured(asked, cluster, source, by_name)
 
     return Subject(search=search, source=source, model=model), cluster
 
@@ -285,9 +283,9 @@ def _of_job(
         asked, request=msgspec.structs.replace(request, subnet_prefix=bits)
     )
 
-    def search(reporter: Reporter | None) -> Plan:
+    def search() -> Plan:
         try:
-            made = plan_job(source, cluster, asked.report_to(reporter), say=say_each)
+            made = plan_job(source, cluster, asked, say=say_each)
             return msgspec.structs.replace(made, notices=(*doubts, *made.notices))
         finally:
             source.close()

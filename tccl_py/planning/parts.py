@@ -1,7 +1,7 @@
 """Parts of a plan's GPUs: which of them get answers, and rings for those of one host.
 
 Rings for parts of one host and chains for jobs over several share `answer_sets`, a walk over sets,
-the task of a set (`Task.over`), and the search under a choice of settings (`answer_under`). A ring
+the task of a set (`Task.over`), and its search under a choice of settings. A ring
 is searched under the plan's settings alone, and compared with NCCL's own rings, for the plugin:
 what is kept is an order and one rate, also for all images of a set (`SubsetRings`). Chains are
 asked for under any settings, in any number and between any NICs, as the other hosts of a job
@@ -28,9 +28,8 @@ from tccl_py.nccl.plugin.index import plugin_environment
 from tccl_py.nccl.settings import Settings
 from tccl_py.plan.chains import AS_GOOD, Order, SubsetRings, sender_nodes
 from tccl_py.plan.plan import Plan
-from tccl_py.planning.choices import own_gbps
 from tccl_py.planning.request import EVERY_SET, Task
-from tccl_py.planning.study import Candidate, answer_under
+from tccl_py.planning.settings_search import Candidate, own_gbps
 from tccl_py.search.problem import Budget
 
 Answer = TypeVar("Answer")
@@ -123,7 +122,7 @@ def smaller_sets(
     few = len(task.gpus) <= ALL_SUBSETS_UP_TO
     if few and plan.is_by_variables and plugin_environment(variables)[1]:
         return answer_sets(
-            subsets(task.machine, task.gpus), partial(_by_variables, task, variables)
+            subsets(task.host.machine, task.gpus), partial(_by_variables, task, variables)
         )
     return ()
 
@@ -136,9 +135,9 @@ def subset_rings(
     Subsets that a symmetry of the machine exchanges share one search. Of more than
     ALL_SUBSETS_UP_TO GPUs only the usual subsets are planned.
     """
-    symmetry = automorphisms(task.machine, task.knowledge)
+    symmetry = automorphisms(task.host.machine, task.host.knowledge)
     return answer_sets(
-        subsets(task.machine, task.gpus),
+        subsets(task.host.machine, task.gpus),
         lambda gpus: _subset(task, settings, orders, gpus),
         lambda planned: _images(planned, symmetry),
     )
@@ -197,11 +196,12 @@ def _subset(
     part = msgspec.structs.replace(task.over(gpus), **few)
     # The whole machine's rings without the GPUs that are missing are a good beginning.
     seeds = [tuple(tuple(gpu for gpu in order if gpu in gpus) for order in orders)]
-    result = answer_under(part, settings, seeds, sets=SUBSET_BUDGET.sets or 1)
+    result = part.search(settings, known=seeds, sets=SUBSET_BUDGET.sets)
     if result is None:
         return None
+    task.source.allowance.stopped |= result.cancelled
     rings = tuple(ring.gpus for ring in result.rings.rings)
-    nodes = sender_nodes(task.machine, result.rings.rings) if settings.shm_placement else ()
+    nodes = sender_nodes(task.host.machine, result.rings.rings) if settings.shm_placement else ()
     return SubsetRings(gpus=gpus, rings=rings, rate_gbps=result.rate_gbps, nodes=nodes)
 
 

@@ -2,59 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import msgspec
+from msgspec.structs import replace
 
-from tccl_py.errors import BudgetSpentError, InputError, check_type, require, spell
+from tccl_py.errors import (
+    BudgetSpentError,
+    InputError,
+    MeasurementError,
+    check_type,
+    require,
+    spell,
+)
 from tccl_py.files import pick
 from tccl_py.model.cluster import Cluster, doubtful_uplinks, single_host
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.measurement import BandwidthSource
-from tccl_py.nccl.settings import Settings, check_settings, pinned_level, pinned_values
+from tccl_py.model.rings import RingSet
+from tccl_py.model.transfer import Fifo, Flow, Place, Transfer, TransferSet, transfer_set
+from tccl_py.nccl.settings import Settings, check_settings, pinned_values
 from tccl_py.nccl.versions import ASSUMED, plain_version
 from tccl_py.nccl.view import view
 from tccl_py.plan.chains import CUT_SHORT, Choice, Order, failure_over
 from tccl_py.plan.plan import Plan
-from tccl_py.planning.choices import (
-    SettingsSearch,
-    as_graph,
-    own_gbps,
-    rate_own,
-    sound_gpus,
-)
 from tccl_py.planning.handle import PlanHandle, with_methods
 from tccl_py.planning.request import (
-    DEFAULT_BUDGET,
     OwnRings,
     PlanRequest,
     Task,
-    all_limited,
     chosen_gpus,
     gpus_of_classes,
-    task_for,
+    request_of,
 )
-from tccl_py.planning.study import (
+from tccl_py.planning.settings_search import (
     Candidate,
+    SettingsSearch,
+    as_graph,
     assemble_plan,
-    limit_gbps,
-    measure_hops_alone,
     measured_well,
+    own_gbps,
     rate_rings,
+    settings_search,
+    sound_gpus,
 )
-from tccl_py.search.problem import Budget, Reporter
-from tccl_py.search.strategies import Strategy
 from tccl_py.simulator.model import MachineModel
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.bench import Allowance, Bench, UnsoundLinkError, bench_for
 
 if TYPE_CHECKING:
     from tccl_py.plan.tables import ClassRates, KeptTable
-    from tccl_py.planning.cluster_planner import SeveralHosts
 
 RING_COUNTS = (1, 2, 4)
 FEW_RING_COUNTS = (1, 2)
@@ -87,29 +88,53 @@ def plan_hosts(
     """
     pinned = pinned_values(request.pinned_env, where="pinned environment")
     version = plain_version(request.version or ASSUMED)
-    check_settings(Settings(version=version, p2p_level=pinned_level(pinned)))
-    request = msgspec.structs.replace(request, version=version, pinned_env=pinned)
+    request = replace(request, version=version, pinned_env=pinned)
+    check_settings(request.default_settings)
     class_gpus = gpus_of_classes(cluster) if gpus is None else (gpus,)
-    benches = [
+    of_classes = [
         None if source is None else bench_for(source, host.machine.name)
         for source, host in zip(sources, cluster.classes, strict=True)
     ]
-    hosts: OneHost | SeveralHosts
-    while True:
-        try:
-            with _judging_links(filter(None, benches)):
-                of_all = request, cluster, class_gpus, benches
-                if cluster.closes:
-                    hosts = OneHost(*of_all, own_rings=own_rings)
-                else:
-                    from tccl_py.planning import cluster_planner  # noqa: PLC0415 (not for one)
+    benches = [bench for bench in of_classes if bench is not None]
+    plans_of: Callable[..., Iterable[Plan]] = partial(_plans_of_one, own_rings=own_rings)
+    sets = request.budget.sets
+    if not cluster.closes:
+        from tccl_py.planning.cluster_planner import SeveralHosts  # noqa: PLC0415 (not for one)
 
-                    hosts = cluster_planner.SeveralHosts(*of_all, kept=kept, tables=tables)
-                return _plan(hosts)
+        # Sets are limited for each search.
+        sets, plans_of = None, partial(SeveralHosts, kept=kept, tables=tables)
+    while True:
+        allowance = Allowance(sets, request.budget.seconds)
+        try:
+            with _judging_links(benches), ExitStack() as limits:
+                for bench in benches:
+                    limits.enter_context(bench.limit(allowance))
+                of_all = request, cluster, class_gpus, of_classes
+                plan = _last(iter(plans_of(*of_all, allowance=allowance)), allowance)
+                cut_short = any(bench.cut_short for bench in benches)
         except UnsoundLinkError:
             # The benches remember what they measured, and each time a link more is known.
             del (tables or [])[:]
-            cluster = _with_links(cluster, class_gpus, benches, version)
+            cluster = _with_links(cluster, class_gpus, of_classes, version)
+        else:
+            return replace(
+                plan,
+                notices=(*plan.notices, *(CUT_SHORT,) * cut_short, *doubtful_uplinks(cluster)),
+                sets_measured=sum(bench.sets_measured for bench in benches),
+                sets_remembered=sum(bench.sets_remembered for bench in benches),
+            )
+
+
+def _last(plans: Iterator[Plan], allowance: Allowance) -> Plan:
+    """Return the last plan, which says the most; an interruption ends with the one before."""
+    plan = next(plans)
+    if not plan.cancelled:
+        try:
+            for plan in plans:  # noqa: B007 (is returned)
+                pass
+        except KeyboardInterrupt:
+            allowance.stopped = True
+    return replace(plan, cancelled=plan.cancelled or allowance.stopped)
 
 
 @contextmanager
@@ -140,113 +165,80 @@ def _with_links(
         bench.try_links(sorted(topo.p2p - facts.keys()))
         facts |= {(fact.one, fact.other): fact for fact in bench.unsound.values()}
         links = tuple(fact for _, fact in sorted(facts.items()))
-        knowledge = msgspec.structs.replace(knowledge, links=links)
-        classes[number] = msgspec.structs.replace(host, knowledge=knowledge)
-    return msgspec.structs.replace(cluster, classes=tuple(classes))
+        knowledge = replace(knowledge, links=links)
+        classes[number] = replace(host, knowledge=knowledge)
+    return replace(cluster, classes=tuple(classes))
 
 
-def _plan(hosts: OneHost | SeveralHosts) -> Plan:
-    """Plan for hosts of which all links are known that no plan may use."""
-    with all_limited(hosts.sources, hosts.allowance):
-        plan = hosts.plan()
-        further = iter(()) if plan.cancelled else hosts.with_parts(plan)
-        try:
-            while more_known := next(further, None):
-                plan = more_known
-        except KeyboardInterrupt:
-            plan = msgspec.structs.replace(plan, cancelled=True)
-        # Beyond a bound that is reached, further sets of a search would find nothing.
-        searches = hosts.cut_short and not plan.at_bound
-        short = (CUT_SHORT,) * (searches or any(source.cut_short for source in hosts.sources))
-    return msgspec.structs.replace(
-        plan,
-        notices=(*plan.notices, *short, *doubtful_uplinks(hosts.cluster)),
-        sets_measured=sum(source.sets_measured for source in hosts.sources),
-        sets_remembered=sum(source.sets_remembered for source in hosts.sources),
-        sets_by_symmetry=hosts.sets_by_symmetry,
+def _plans_of_one(
+    request: PlanRequest,
+    cluster: Cluster,
+    gpus: Sequence[Order],
+    sources: Sequence[Bench | None],
+    *,
+    allowance: Allowance,
+    own_rings: OwnRings | None,
+) -> Iterator[Plan]:
+    """Yield the plan of a single host: its chains close, and what is searched is joined already.
+
+    The plan comes again with the machine's limit, and then with rings for smaller sets of GPUs.
+    """
+    (source,), count, where = sources, len(gpus[0]), f"host {cluster.names[0]}"
+    if source is None:
+        raise InputError(where, "has no source", "give one that measures its GPUs")
+    few = f"has {spell(count, 'GPU')} to plan for"
+    require(count > 1, where, few, "a ring joins 2 or more")
+    task = Task.of(
+        request,
+        cluster.classes[0],
+        source,
+        gpus[0],
+        ring_counts=request.ring_counts or (RING_COUNTS if count <= 8 else FEW_RING_COUNTS),
+        fewest_first=request.ring_counts is None,
+        placement=True,
+        own_rings=own_rings,
     )
+    # 1. The best choice; an interruption ends this with the best so far.
+    allowance.allow(1 / 2)
+    search = settings_search(task, allow=allowance.allow)
+    allowance.allow(1)
+    variables = search.own["variables"]
+    best = _final(task, variables, search.best)
+    searched = sorted(search.searched, key=lambda choice: -choice.rate_gbps)
+    # Over NVLink through another GPU default NCCL may be faster than what has a rate.
+    default_view = task.view(task.default_settings)
+    relays = not ("default" in search.own or default_view.by_network or default_view.unsound)
+    plan = assemble_plan(
+        cluster,
+        gpus,
+        best,
+        choices_of(search, task),
+        request,
+        views=[task.view(best.settings)],
+        notices=dict.fromkeys(note for result in search.results for note in result.notices),
+        simulated=source.simulated,
+        dry_run=source.dry_run,
+        cancelled=search.cancelled,
+        alternatives=tuple(choice.as_choice("graph") for choice in searched),
+        winner="default" if relays else None,
+        sets_by_symmetry=sum(result.sets_by_symmetry for result in search.results),
+    )
+    yield plan
+    # 2. The limit: two sets, which those for subsets of GPUs must not use up.
+    rings = {"default": variables, **search.own, "graph": best}[plan.recommended].rings
+    limit = limit_gbps(source, rings, assumed=plan.assumed)
+    measure_hops_alone(source, best.rings)
+    notices = (*plan.notices, *sound_part(task, plan))
+    plan = replace(plan, limit_gbps=limit, notices=notices)
+    yield plan
+    # 3. Smaller sets of GPUs.
+    asked = request.subsets
+    if asked or (asked is None and plan.recommended != "default"):
+        from tccl_py.planning.parts import smaller_sets  # noqa: PLC0415 (not for all)
 
-
-class OneHost:
-    """A single host: its chains close, and what is searched is joined already; see `Task`."""
-
-    cut_short = False
-
-    def __init__(
-        self,
-        request: PlanRequest,
-        cluster: Cluster,
-        gpus: Sequence[Order],
-        sources: Sequence[BandwidthSource | None],
-        *,
-        own_rings: OwnRings | None,
-    ) -> None:
-        self.request, self.cluster, self.gpus = request, cluster, gpus
-        (host,), (source,) = cluster.classes, sources
-        where, count = f"host {cluster.names[0]}", len(gpus[0])
-        if source is None:
-            raise InputError(where, "has no source", "give one that measures its GPUs")
-        few = f"has {spell(count, 'GPU')} to plan for"
-        require(count > 1, where, few, "a ring joins 2 or more")
-        self.task = task_for(
-            Task,
-            request,
-            host,
-            source,
-            gpus[0],
-            ring_counts=request.ring_counts or (RING_COUNTS if count <= 8 else FEW_RING_COUNTS),
-            fewest_first=request.ring_counts is None,
-            placement=True,
-            own_rings=own_rings,
-        )
-        self.sources = [self.task.source]
-        self.allowance = Allowance(request.budget.sets, request.budget.seconds)
-
-    def plan(self) -> Plan:
-        """Return the plan of the best choice; KeyboardInterrupt ends it with the best so far."""
-        task, allow = self.task, self.allowance.allow
-        allow(1 / 2)
-        search = rate_own(task)
-        search.run(sets=task.budget.sets or 1, allow=allow)
-        allow(1)
-        variables = search.own["variables"]
-        best = _final(task, variables, search.best)
-        self.sets_by_symmetry = sum(result.sets_by_symmetry for result in search.results)
-        self.choices = {"default": variables, **search.own, "graph": best}
-        searched = sorted(search.searched, key=lambda choice: -choice.rate_gbps)
-        # Over NVLink through another GPU default NCCL may be faster than what has a rate.
-        default_view = task.view(task.default_settings)
-        relays = not ("default" in search.own or default_view.by_network or default_view.unsound)
-        return assemble_plan(
-            self.cluster,
-            self.gpus,
-            best,
-            choices_of(search, task),
-            self.request,
-            views=[task.view(best.settings)],
-            notices=dict.fromkeys(note for result in search.results for note in result.notices),
-            simulated=task.source.simulated,
-            dry_run=task.source.dry_run,
-            cancelled=search.cancelled,
-            alternatives=tuple(choice.as_choice("graph") for choice in searched),
-            winner="default" if relays else None,
-        )
-
-    def with_parts(self, plan: Plan) -> Iterator[Plan]:
-        """Yield the plan with the machine's limit, then with rings for smaller sets of GPUs."""
-        # Two sets, which those for subsets of GPUs must not use up.
-        rings = self.choices[plan.recommended].rings
-        limit = limit_gbps(self.task.source, rings, assumed=plan.assumed)
-        measure_hops_alone(self.task.source, self.choices["graph"].rings)
-        notices = (*plan.notices, *sound_part(self.task, plan))
-        plan = msgspec.structs.replace(plan, limit_gbps=limit, notices=notices)
-        yield plan
-        asked = self.request.subsets
-        if asked or (asked is None and plan.recommended != "default"):
-            from tccl_py.planning.parts import smaller_sets  # noqa: PLC0415 (not for all)
-
-            parts = smaller_sets(self.task, plan, self.choices["graph"], everywhere=asked is True)
-            yield msgspec.structs.replace(plan, subsets=parts)
+        parts = smaller_sets(task, plan, best, everywhere=asked is True)
+        if not allowance.stopped:
+            yield replace(plan, subsets=parts)
 
 
 def sound_part(task: Task, plan: Plan) -> Iterator[str]:
@@ -289,20 +281,54 @@ def _final(task: Task, own: Candidate, best: Candidate) -> Candidate:
     return as_graph(own)
 
 
+# The machine's limit for given rings: bare copies over the same hops, all at the same time.
+def limit_gbps(source: BandwidthSource, rings: RingSet, *, assumed: bool) -> float | None:
+    """Measure bare copies over the hops of a ring set, by copy engines and by kernels.
+
+    Return the better of the two in GB/s, scored as the rings are; None if neither can be measured.
+    With `assumed` assumed values may lie behind the limit, as they do behind the plan.
+    """
+    rates = []
+    for copy_engine in (True, False):
+        with suppress(MeasurementError):
+            (measurement,) = source.measure([bare_copies(rings, copy_engine=copy_engine)])
+            if assumed or not measurement.assumed:
+                rates.append(rings.rate(measurement))
+    return max(rates, default=None)
+
+
+def measure_hops_alone(source: Bench, rings: RingSet) -> None:
+    """Measure each hop of a ring set alone, where none was: by these `check` tells links apart."""
+    hops = [transfer_set([flow]) for flow in dict.fromkeys(rings.flows.flows)]
+    if not any(source.recall(hop) for hop in hops):
+        with suppress(MeasurementError):
+            source.measure(hops)
+
+
+def bare_copies(rings: RingSet, *, copy_engine: bool) -> TransferSet:
+    """Return a plain transfer for each transfer of the rings' hops.
+
+    A bounce becomes an independent write and read of host memory as large as its FIFOs together:
+    in a larger buffer the host's memory would decide, not its caches.
+    """
+    flows = []
+    for flow in rings.flows.flows:
+        size = (flow.blocks or 1) * (flow.fifo or Fifo()).bytes if flow.is_bounce else None
+        for leg in flow.transfers:
+            executor = Place("D" if copy_engine else "G", leg.executor.index)
+            bare = Transfer(leg.source, executor, leg.destination)
+            flows.append(Flow((bare,), buffer=size))
+    return transfer_set(flows)
+
+
 def make_plan(
     machine: Machine | str | Path,
     knowledge: Knowledge | None = None,
     source: BandwidthSource | None = None,
     *,
     gpus: Sequence[int] | str | None = None,
-    version: str = ASSUMED,
-    ring_counts: Sequence[int] | None = None,
-    strategy: str | Strategy = "best-first",
-    budget: Budget = DEFAULT_BUDGET,
-    reporter: Reporter | None = None,
-    pinned_env: Mapping[str, str] | None = None,
     own_rings: OwnRings | None = None,
-    subsets: bool | None = None,
+    **asked: Any,
 ) -> PlanHandle:
     """Find the settings and rings that suit the machine best, as far as `source` tells.
 
@@ -318,20 +344,12 @@ def make_plan(
         knowledge: what is known of it beyond structure; None is what a model knows, or nothing.
         source: answers transfer sets; None simulates a model.
         gpus: NVML indices of the GPUs to join, or text as `0-3`; None is all.
-        version: NCCL's version.
-        ring_counts: how many rings a set may have; None is 1, 2 and, up to 8 GPUs, 4.
-        strategy: of the search: a name in `STRATEGIES`, or a function with the signature of
-            `find_rings`.
-        budget: for the whole plan. Half of the sets is for the search under settings; default NCCL
-            and variables take half at most. A quarter is left for the bound, an eighth for the rest
-            and smaller sets of GPUs.
-        reporter: watches; KeyboardInterrupt ends the search with the best so far.
-        pinned_env: NCCL_P2P_DISABLE, NCCL_P2P_LEVEL or NCCL_IB_HCA as all jobs have it, with the
-            plan or without; no settings go beyond it, default NCCL's included.
         own_rings: returns NCCL's own rings under each of several settings; None computes them by
             its rules.
-        subsets: whether smaller sets of GPUs get rings too; None is only where the plan recommends
-            graph files.
+        asked: `version`, `ring_counts`, `strategy`, `budget`, `reporter`, `pinned_env` and
+            `subsets`, fields of `PlanRequest`. Half of the budget's sets is for the search under
+            settings; default NCCL and variables take half at most. A quarter is left for the bound,
+            an eighth for the rest and smaller sets of GPUs.
 
     Raises InputError: unknown GPUs, version or strategy, fewer than two GPUs, or pinned variables
     that say nothing of P2P. SearchError: no ring exists. MeasurementError: the source cannot
@@ -346,16 +364,7 @@ def make_plan(
     check_type(knowledge, "knowledge", Knowledge)
     if source is None:
         raise InputError("`source`", "is missing", "give one beside a Machine")
-    indices = chosen_gpus(machine, gpus)
-    request = PlanRequest(
-        version=version,
-        ring_counts=_counts(ring_counts),
-        strategy=strategy,
-        budget=budget,
-        pinned_env=pinned_env or {},
-        subsets=subsets,
-        reporter=reporter,
-    )
+    indices, request = chosen_gpus(machine, gpus), request_of(**asked)
     cluster = single_host(machine, knowledge, indices)
     return with_methods(plan_hosts(request, cluster, [source], gpus=indices, own_rings=own_rings))
 
@@ -380,16 +389,8 @@ def make_cluster_plan(
     sources: Sequence[BandwidthSource | None],
     *,
     kept: Sequence[ClassRates] = (),
-    version: str = ASSUMED,
-    ring_counts: Sequence[int] | None = None,
-    strategy: str | Strategy = "best-first",
-    budget: Budget = DEFAULT_BUDGET,
-    keep_order: bool = False,
-    ib_gid_index: int | None = None,
-    reporter: Reporter | None = None,
-    pinned_env: Mapping[str, str] | None = None,
-    gpus_per_job: str | None = None,
     tables: list[KeptTable] | None = None,
+    **asked: Any,
 ) -> PlanHandle:
     """Find the best settings, chains, NICs and order of hosts for a cluster.
 
@@ -398,22 +399,14 @@ def make_cluster_plan(
         sources: a source for each class, which answers sets of a host; flows over the network have
             only the host's part: `G3->N0->N0` leaves it, `N0->N0->G0` enters it. None has `kept`.
         kept: tables of classes measured earlier, taken in their searches' place.
-        version: NCCL's version.
-        ring_counts: possible numbers of rings; None is 1, 2 and 4, and one for each NIC.
-        budget: of sets, for each class; half of them is for the chains over all GPUs, and of these
-            half at least for chains shared by all classes. Tuning settings and measuring the result
-            come on top. Of the seconds half is for the classes, and a quarter for `tables`. They
-            are doubled where in that time no settings were rated on all classes.
-        strategy: of the search: a name in `STRATEGIES`, or a function with the signature of
-            `find_rings`.
-        keep_order: leave the hosts in the given order.
-        ib_gid_index: the address of RoCE ports for NCCL; None is NCCL's own choice.
-        reporter: watches; KeyboardInterrupt ends the search with the best so far.
-        pinned_env: NCCL_P2P_DISABLE, NCCL_P2P_LEVEL or NCCL_IB_HCA as all jobs have it, with the
-            plan or without.
-        gpus_per_job: sets of GPUs that `tables` are for, beside all, as `job_gpus` reads them.
         tables: a list that takes the tables of every class; None makes none. The other sets of GPUs
             share the other half of the budget.
+        asked: `version`, `ring_counts`, `strategy`, `budget`, `keep_order`, `ib_gid_index`,
+            `reporter`, `pinned_env` and `gpus_per_job`, fields of `PlanRequest`. The budget's sets
+            are for each class; half of them is for the chains over all GPUs, and of these half at
+            least for chains shared by all classes. Tuning settings and measuring the result come on
+            top. Of the seconds half is for the classes, and a quarter for `tables`. They are
+            doubled where in that time no settings were rated on all classes.
 
     Raises InputError: several hosts and a class without NIC, unknown version or strategy, or pinned
     variables that say nothing of P2P. SearchError: no ring exists. MeasurementError: a source
@@ -422,20 +415,5 @@ def make_cluster_plan(
     check_type(cluster, "cluster", Cluster)
     fits = isinstance(sources, Sequence) and len(sources) == len(cluster.classes)
     require(fits, "`sources`", "are of other classes", "give one for each class of hosts")
-    request = PlanRequest(
-        version=version,
-        ring_counts=_counts(ring_counts),
-        strategy=strategy,
-        budget=budget,
-        pinned_env=pinned_env or {},
-        keep_order=keep_order,
-        ib_gid_index=ib_gid_index,
-        gpus_per_job=gpus_per_job,
-        reporter=reporter,
-    )
+    request = request_of(**asked)
     return with_methods(plan_hosts(request, cluster, sources, kept=kept, tables=tables))
-
-
-def _counts(ring_counts: Sequence[int] | None) -> tuple[int, ...] | None:
-    check_type(ring_counts, "ring_counts", Iterable, type(None))
-    return None if ring_counts is None else tuple(ring_counts) or None

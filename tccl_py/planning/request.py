@@ -1,19 +1,19 @@
-"""What a plan is asked for, as one value, and the task of searching a class of hosts by it."""
+"""What a plan is asked for, as one value."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import permutations
 from math import factorial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
-from tccl_py.errors import InputError, check_type, require, spell
-from tccl_py.files import check_value, pick
+from tccl_py.errors import InputError, MeasurementError, SearchError, check_type, require, spell
+from tccl_py.files import check_value
 from tccl_py.model.cluster import Cluster, NodeClass, parse_gpus
 from tccl_py.model.links import LinkFact
 from tccl_py.model.machine import Knowledge, Machine
@@ -33,12 +33,19 @@ from tccl_py.nccl.settings import (
 )
 from tccl_py.nccl.system import PathType
 from tccl_py.nccl.transport import hop_space
-from tccl_py.nccl.versions import ASSUMED, Level
+from tccl_py.nccl.versions import ASSUMED, plain_version
 from tccl_py.nccl.view import NcclView, view
 from tccl_py.plan.chains import Order, condense, why_unsound
-from tccl_py.search.problem import Budget, Reporter, SearchProblem, SetRule, check_budget
-from tccl_py.search.strategies import Strategy, strategy_name
-from tccl_py.sources.bench import Allowance, Bench, bench_for
+from tccl_py.search.problem import (
+    Budget,
+    Reporter,
+    SearchProblem,
+    SearchResult,
+    SetRule,
+    check_budget,
+)
+from tccl_py.search.strategies import Strategy, find_rings, strategy_name
+from tccl_py.sources.bench import Bench, bench_for
 
 if TYPE_CHECKING:
     from tccl_py.sources.profiled import MeasurementOptions
@@ -84,9 +91,11 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     version: str | None = None
     """NCCL's version."""
     pinned_env: Mapping[str, str] = {}
-    """NCCL's variables that all jobs have, with the plan or without."""
+    """NCCL_P2P_DISABLE, NCCL_P2P_LEVEL or NCCL_IB_HCA as all jobs have it, with the plan or
+    without: no settings go beyond it, default NCCL's included."""
     ring_counts: tuple[Annotated[int, msgspec.Meta(ge=1)], ...] | None = None
-    """How many rings a set may have."""
+    """How many rings a set may have; None is 1, 2 and, up to 8 GPUs, 4, over hosts one for each NIC
+    as well."""
     strategy: str | Strategy = "best-first"
     """Of the search: a name in `STRATEGIES`, or a function with the signature of `find_rings`."""
     budget: Budget = DEFAULT_BUDGET
@@ -123,213 +132,27 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
         return search_options(self.backend, self.target)
 
     @property
+    def default_settings(self) -> Settings:
+        """The settings of default NCCL: its defaults, and what is pinned."""
+        version = plain_version(self.version or ASSUMED)
+        return settings_from_environment(self.pinned_env, version=version)
+
+    @property
     def names_hosts(self) -> bool:
         """Whether several hosts are simulated or named, where no job has them."""
         return self.nodes not in (None, 1) or self.hosts is not None
 
 
-Rings = Sequence[Ring] | Sequence[Order]
-"""Orders of GPUs, or rings that were found under other settings: their GPUs and NICs count."""
+def request_of(**asked: Any) -> PlanRequest:
+    """Return a request of these fields; numbers of rings may be any that can be listed.
 
-OwnRings = Callable[[Sequence[Settings]], Sequence[DefaultRings]]
-"""Returns NCCL's own rings under each of several settings."""
-
-
-class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """The search for rings on a class of hosts."""
-
-    machine: Machine
-    knowledge: Knowledge
-    source: Bench
-    gpus: tuple[int, ...]
-    version: str
-    """NCCL's version."""
-    ring_counts: tuple[int, ...] = (1,)
-    """How many rings a set may have."""
-    fewest_first: bool = False
-    """Whether more rings than the fewest are searched only where these may be faster; see
-    `orders_alike`."""
-    strategy: str | Strategy = "best-first"
-    budget: Budget = Budget()
-    reporter: Reporter | None = None
-    nics: tuple[int, ...] = ()
-    """The NICs of chains over several hosts."""
-    p2p_level: Level | None = None
-    """The level that is pinned for all jobs."""
-    ib_hca: tuple[str, ...] = ()
-    """The NICs that are pinned for all jobs, by their names in NCCL_IB_HCA."""
-    own_rings: OwnRings | None = None
-    """Returns NCCL's own rings under each of several settings; None computes them by its rules."""
-    placement: bool = False
-    """Whether the jobs load the NCCL plugin, which places bounce buffers."""
-    nodes: Mapping[int, int] = {}
-    """The NUMA node of each GPU's bounce buffers, where these are known."""
-    spaces: dict[tuple[object, ...], HopSpace] = msgspec.field(default_factory=dict)
-    """The hop spaces so far."""
-
-    @property
-    def default_settings(self) -> Settings:
-        """The settings of default NCCL: its defaults, and what is pinned."""
-        return Settings(version=self.version, p2p_level=self.p2p_level, ib_hca=self.ib_hca)
-
-    def over(self: T, gpus: tuple[int, ...]) -> T:
-        """Return the task of searching some of the GPUs, of which no NCCL is asked."""
-        return msgspec.structs.replace(self, gpus=gpus, own_rings=None)
-
-    def find_unsound(self, settings: Settings) -> tuple[LinkFact, ...]:
-        """Return the links that NCCL uses under these settings, and no plan may use."""
-        return self.view(settings).unsound
-
-    def view(self, settings: Settings) -> NcclView:
-        """Return NCCL's view of the machine under these settings."""
-        return view(self.machine, self.knowledge, settings, gpus=self.gpus)
-
-    def space(self, settings: Settings, count: int) -> HopSpace:
-        """Return the hops open to each ring of a set of `count`."""
-        key = (settings, count, self.gpus, self.nics)
-        if key not in self.spaces:
-            self.spaces[key] = self.hops(self.view(settings), count)
-        return self.spaces[key]
-
-    def hops(self, host_view: NcclView, count: int) -> HopSpace:
-        """Return the hops of a view; a host of several adds those over its NICs."""
-        space = hop_space(host_view, rings_in_set=count)
-        if not self.nodes:
-            return space
-        open_to = {gpu: (None, node) for gpu, node in self.nodes.items()}
-        return space.only(lambda hop: hop.flow.through in open_to[hop.source])
-
-    @property
-    def least_channels(self) -> int:
-        """Return the channels that a graph file has at least, on a network that is not slow."""
-        return 1
-
-    def default_rings(self, settings: Settings) -> DefaultRings:
-        """Return NCCL's own choice; only settings of transports change it."""
-        plain = of_transports(settings)
-        # A job over links that are not sound may hang.
-        if self.own_rings is not None and not self.find_unsound(plain):
-            return self.own_rings([plain])[0]
-        return default_rings(self.view(plain))
-
-    def own_ring_set(self, nccl: DefaultRings, settings: Settings) -> RingSet:
-        """Return the rings of NCCL's own choice by the mechanisms of settings.
-
-        Raises SearchError: a pair of neighbours has no hop.
-        """
-        return rings_under(self, settings, condense(nccl.rings))
-
-    @property
-    def symmetry(self) -> Symmetry:
-        """The symmetry of the machine as far as it exchanges the GPUs."""
-        return automorphisms(self.machine, self.knowledge, gpus=self.gpus)
-
-    def orders_alike(self, settings: Settings) -> bool:
-        """Return whether the machine's description makes all orders of the GPUs equally fast.
-
-        So it is where each pair of GPUs has one mechanism, and they talk through NVSwitches, or the
-        machine's symmetry exchanges them all. Then one ring uses each GPU's way in and out as much
-        as several rings would. Links that join two GPUs are used by some orders alone.
-        """
-        names = {f"G{gpu}" for gpu in self.gpus}
-        hops = [hop for choices in self.space(settings, 1).hops.values() for hop in choices]
-        bridged = any(
-            link.joins_gpus and {link.source, link.target} <= names for link in self.machine.nvlinks
-        )
-        if bridged or len(hops) != len(names) * (len(names) - 1):
-            return False
-        paths = self.view(settings).paths
-        if not any(hop.flow.is_bounce for hop in hops) and all(
-            paths[pair].type == PathType.NVL for pair in permutations(names, 2)
-        ):
-            return True
-        # A ring and its reverse use different links between NUMA nodes.
-        if len(names) > 2 and len({self.machine.numa_of(name) for name in names}) > 1:
-            return False
-        others = len(self.machine.gpus) - len(names)
-        return self.symmetry.order == factorial(len(names)) * factorial(others)
-
-    def problem(self, settings: Settings, counts: Sequence[int]) -> SearchProblem:
-        """Return the search for sets of so many rings under one choice of settings."""
-        rules = {count: self.rule(settings, count) for count in counts}
-        return SearchProblem(
-            spaces={count: self.space(settings, count) for count in counts},
-            source=self.source,
-            symmetry=self.symmetry,
-            rules={count: rule for count, rule in rules.items() if rule is not None},
-            cuts=natural_cuts(self.machine, self.knowledge, gpus=self.gpus),
-            budget=self.budget,
-        )
-
-    def rule(self, settings: Settings, count: int, /) -> SetRule | None:
-        """Return the rule for sets of so many rings, if any."""
-        return OneNode() if settings.shm_placement and count > 1 else None
-
-
-T = TypeVar("T", bound=Task)
-
-
-def task_for(
-    kind: type[T],
-    request: PlanRequest,
-    host: NodeClass,
-    source: BandwidthSource,
-    gpus: tuple[int, ...],
-    **more: Any,
-) -> T:
-    """Return the task of planning for a class of hosts; half of the budget is for one search."""
-    sets = max(1, (request.budget.sets or MOST_SETS) // 2)
-    task = kind(
-        machine=host.machine,
-        knowledge=host.knowledge,
-        # A journal remembers, and must hear of it when a set is wanted once more.
-        source=bench_for(source, host.machine.name),
-        gpus=gpus,
-        version=request.version or ASSUMED,
-        strategy=request.strategy,
-        budget=msgspec.structs.replace(request.budget, sets=sets),
-        reporter=request.reporter,
-        **pick(settings_from_environment(request.pinned_env), "p2p_level", "ib_hca"),
-        **more,
-    )
-    if task.p2p_level is not None and (facts := task.find_unsound(task.default_settings)):
-        fault = (
-            f"{shell_text(request.pinned_env)} uses links that no plan may: {why_unsound(facts)}"
-        )
-        raise InputError("pinned environment", fault, "leave it out, or pin NCCL_P2P_DISABLE=1")
-    return task
-
-
-@contextmanager
-def all_limited(sources: Iterable[Bench], allowance: Allowance) -> Iterator[None]:
-    """Limit new sets of all sources in a block by one allowance."""
-    with ExitStack() as stack:
-        for source in sources:
-            stack.enter_context(source.limit(allowance))
-        yield
-
-
-def of_transports(settings: Settings) -> Settings:
-    """Return settings with those alone that change NCCL's search for rings in a host."""
-    return Settings(
-        version=settings.version,
-        p2p_level=settings.p2p_level,
-        net_disable_intra=settings.net_disable_intra,
-    )
-
-
-class OneNode(SetRule):
-    """All bounces from a GPU go through one NUMA node: its process places its buffers."""
-
-    def mark(self, hop: Hop) -> tuple[int, int] | None:
-        """Return a bounce's GPU and NUMA node."""
-        node = hop.flow.through
-        return None if node is None else (hop.source, node)
-
-    def admits(self, rings: Sequence[Sequence[tuple[int, int]]]) -> bool:
-        """Return whether no GPU bounces through two nodes."""
-        bounces = set().union(*rings)
-        return len({gpu for gpu, _ in bounces}) == len(bounces)
+    Raises InputError: a field of another type. TypeError: an unknown field.
+    """
+    check_type(asked.get("ring_counts"), "ring_counts", Iterable, type(None))
+    asked = {name: value for name, value in asked.items() if value is not None}
+    if "ring_counts" in asked:
+        asked["ring_counts"] = tuple(asked["ring_counts"]) or None
+    return PlanRequest(**asked)
 
 
 def chosen_gpus(machine: Machine, gpus: Sequence[int] | str | None) -> tuple[int, ...]:
@@ -369,6 +192,267 @@ def gpus_of_classes(cluster: Cluster) -> tuple[Order, ...]:
     )
 
 
+def pinned_here(names: Sequence[str]) -> dict[str, str]:
+    """Return the variables of these names as they are set here, and as NCCL reads them."""
+    for name in names:
+        check_pinnable(name, where="`pin_env`")
+        if name not in os.environ:
+            right = f"set it as all jobs have it, as in `{name}=... tccl plan`"
+            raise InputError(f"`pin_env` {name}", "is not set here", right)
+    return pinned_values({name: os.environ[name] for name in names}, where="`pin_env`")
+
+
+def not_pinned(names: Collection[str]) -> tuple[str, ...]:
+    """Return notices on variables that are set here, and are not among the pinned `names`."""
+    return tuple(
+        f"{name}={os.environ[name][:20]} is set here and is not planned for: if all jobs have it, "
+        f"pin it by `tccl plan --pin-env {name}`"
+        for name in PINNABLE
+        if name not in names and pinned_level({name: os.environ.get(name, "")}) is not None
+    )
+
+
+Rings = Sequence[Ring] | Sequence[Order]
+"""Orders of GPUs, or rings that were found under other settings: their GPUs and NICs count."""
+
+OwnRings = Callable[[Sequence[Settings]], Sequence[DefaultRings]]
+"""Returns NCCL's own rings under each of several settings."""
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """The search for rings on a class of hosts."""
+
+    host: NodeClass
+    source: Bench
+    gpus: tuple[int, ...]
+    request: PlanRequest = PlanRequest()
+    ring_counts: tuple[int, ...] = (1,)
+    """How many rings a set may have."""
+    fewest_first: bool = False
+    """Whether more rings than the fewest are searched only where these may be faster; see
+    `orders_alike`."""
+    budget: Budget = Budget()
+    """Of each search."""
+    nics: tuple[int, ...] = ()
+    """The NICs of chains over several hosts."""
+    own_rings: OwnRings | None = None
+    """Returns NCCL's own rings under each of several settings; None computes them by its rules."""
+    placement: bool = False
+    """Whether the jobs load the NCCL plugin, which places bounce buffers."""
+    nodes: Mapping[int, int] = {}
+    """The NUMA node of each GPU's bounce buffers, where these are known."""
+    spaces: dict[tuple[object, ...], HopSpace] = msgspec.field(default_factory=dict)
+    """The hop spaces so far."""
+
+    @classmethod
+    def of(
+        cls: type[T],
+        request: PlanRequest,
+        host: NodeClass,
+        source: BandwidthSource,
+        gpus: tuple[int, ...],
+        **more: Any,
+    ) -> T:
+        """Return the task of planning for a class of hosts; half of the budget is for one search.
+
+        Raises InputError: the pinned variables use links that no plan may.
+        """
+        sets = max(1, (request.budget.sets or MOST_SETS) // 2)
+        task = cls(
+            host=host,
+            request=request,
+            # A journal remembers, and must hear of it when a set is wanted once more.
+            source=bench_for(source, host.machine.name),
+            gpus=gpus,
+            budget=replace(request.budget, sets=sets),
+            **more,
+        )
+        pinned = task.default_settings.p2p_level is not None
+        if pinned and (facts := task.find_unsound(task.default_settings)):
+            fault = f"{shell_text(request.pinned_env)} uses links that no plan may: "
+            right = "leave it out, or pin NCCL_P2P_DISABLE=1"
+            raise InputError("pinned environment", fault + why_unsound(facts), right)
+        return task
+
+    @property
+    def default_settings(self) -> Settings:
+        """The settings of default NCCL: its defaults, and what is pinned."""
+        return self.request.default_settings
+
+    def over(self: T, gpus: tuple[int, ...]) -> T:
+        """Return the task of searching some of the GPUs, of which no NCCL is asked."""
+        return replace(self, gpus=gpus, own_rings=None)
+
+    def find_unsound(self, settings: Settings) -> tuple[LinkFact, ...]:
+        """Return the links that NCCL uses under these settings, and no plan may use."""
+        return self.view(settings).unsound
+
+    def view(self, settings: Settings) -> NcclView:
+        """Return NCCL's view of the machine under these settings."""
+        return view(self.host.machine, self.host.knowledge, settings, gpus=self.gpus)
+
+    def space(self, settings: Settings, count: int) -> HopSpace:
+        """Return the hops open to each ring of a set of `count`."""
+        key = (settings, count, self.gpus, self.nics)
+        if key not in self.spaces:
+            self.spaces[key] = self.hops(self.view(settings), count)
+        return self.spaces[key]
+
+    def hops(self, host_view: NcclView, count: int) -> HopSpace:
+        """Return the hops of a view; a host of several adds those over its NICs."""
+        space = hop_space(host_view, rings_in_set=count)
+        if not self.nodes:
+            return space
+        open_to = {gpu: (None, node) for gpu, node in self.nodes.items()}
+        return space.only(lambda hop: hop.flow.through in open_to[hop.source])
+
+    def rings_under(self, settings: Settings, rings: Rings) -> RingSet:
+        """Return the ring set over the same GPUs and NICs by the mechanisms of these settings.
+
+        Raises SearchError: a pair of neighbours has no hop.
+        """
+        space = self.space(settings, len(rings))
+        return ring_set([ring_like(space, like) for like in rings])
+
+    @property
+    def least_channels(self) -> int:
+        """Return the channels that a graph file has at least, on a network that is not slow."""
+        return 1
+
+    def default_rings(self, settings: Settings) -> DefaultRings:
+        """Return NCCL's own choice; only settings of transports change it."""
+        plain = of_transports(settings)
+        # A job over links that are not sound may hang.
+        if self.own_rings is not None and not self.find_unsound(plain):
+            return self.own_rings([plain])[0]
+        return default_rings(self.view(plain))
+
+    def own_ring_set(self, nccl: DefaultRings, settings: Settings) -> RingSet:
+        """Return the rings of NCCL's own choice by the mechanisms of settings.
+
+        Raises SearchError: a pair of neighbours has no hop.
+        """
+        return self.rings_under(settings, condense(nccl.rings))
+
+    def seeds(self, _settings: Settings, /) -> Sequence[Rings]:
+        """Return ring sets to try under settings beside NCCL's own."""
+        return ()
+
+    @property
+    def symmetry(self) -> Symmetry:
+        """The symmetry of the machine as far as it exchanges the GPUs."""
+        return automorphisms(self.host.machine, self.host.knowledge, gpus=self.gpus)
+
+    def orders_alike(self, settings: Settings) -> bool:
+        """Return whether the machine's description makes all orders of the GPUs equally fast.
+
+        So it is where each pair of GPUs has one mechanism, and they talk through NVSwitches, or the
+        machine's symmetry exchanges them all. Then one ring uses each GPU's way in and out as much
+        as several rings would. Links that join two GPUs are used by some orders alone.
+        """
+        machine, names = self.host.machine, {f"G{gpu}" for gpu in self.gpus}
+        hops = [hop for choices in self.space(settings, 1).hops.values() for hop in choices]
+        bridged = any(
+            link.joins_gpus and {link.source, link.target} <= names for link in machine.nvlinks
+        )
+        if bridged or len(hops) != len(names) * (len(names) - 1):
+            return False
+        paths = self.view(settings).paths
+        if not any(hop.flow.is_bounce for hop in hops) and all(
+            paths[pair].type == PathType.NVL for pair in permutations(names, 2)
+        ):
+            return True
+        # A ring and its reverse use different links between NUMA nodes.
+        if len(names) > 2 and len({machine.numa_of(name) for name in names}) > 1:
+            return False
+        others = len(machine.gpus) - len(names)
+        return self.symmetry.order == factorial(len(names)) * factorial(others)
+
+    def problem(self, settings: Settings, counts: Sequence[int]) -> SearchProblem:
+        """Return the search for sets of so many rings under one choice of settings."""
+        rules = {count: self.rule(settings, count) for count in counts}
+        return SearchProblem(
+            spaces={count: self.space(settings, count) for count in counts},
+            source=self.source,
+            symmetry=self.symmetry,
+            rules={count: rule for count, rule in rules.items() if rule is not None},
+            cuts=natural_cuts(self.host.machine, self.host.knowledge, gpus=self.gpus),
+            budget=self.budget,
+        )
+
+    def rule(self, settings: Settings, count: int, /) -> SetRule | None:
+        """Return the rule for sets of so many rings, if any."""
+        return OneNode() if settings.shm_placement and count > 1 else None
+
+    def search(
+        self,
+        settings: Settings,
+        *,
+        known: Sequence[Rings] = (),
+        floor: float = 0.0,
+        sets: int | None,
+        check_bound: bool = False,
+    ) -> SearchResult | None:
+        """Search for rings under settings; None without time, or if a GPU has no hop.
+
+        Args:
+            settings: ring counts that do not divide their channels are left out.
+            known: ring sets known beforehand.
+            floor: scores up to this, GB/s, are of no interest.
+            sets: the limit of measured sets.
+            check_bound: whether to measure more, as a check of what the bound assumes.
+        """
+        if not self.source.has_time():
+            return None
+        counts = [count for count in self.ring_counts if settings.channels % count == 0]
+
+        def search(counts: Sequence[int]) -> SearchResult:
+            problem = replace(
+                self.problem(settings, counts),
+                known=tuple(tuple(rings) for rings in known),
+                floor_gbps=floor,
+                budget=replace(self.budget, sets=sets),
+                check_bound=check_bound,
+            )
+            asked = self.request
+            return find_rings(problem, strategy=asked.strategy, reporter=asked.reporter)
+
+        try:
+            if self.fewest_first and len(counts) > 1 and self.orders_alike(settings):
+                result = search(counts[:1])
+                if result.cancelled or result.symmetric:
+                    return result
+            return search(counts)
+        except (SearchError, MeasurementError):
+            return None
+
+
+T = TypeVar("T", bound=Task)
+
+
+class OneNode(SetRule):
+    """All bounces from a GPU go through one NUMA node: its process places its buffers."""
+
+    def mark(self, hop: Hop) -> tuple[int, int] | None:
+        """Return a bounce's GPU and NUMA node."""
+        node = hop.flow.through
+        return None if node is None else (hop.source, node)
+
+    def admits(self, rings: Sequence[Sequence[tuple[int, int]]]) -> bool:
+        """Return whether no GPU bounces through two nodes."""
+        bounces = set().union(*rings)
+        return len({gpu for gpu, _ in bounces}) == len(bounces)
+
+
+def of_transports(settings: Settings) -> Settings:
+    """Return settings with those alone that change NCCL's search for rings in a host."""
+    return Settings(
+        version=settings.version,
+        p2p_level=settings.p2p_level,
+        net_disable_intra=settings.net_disable_intra,
+    )
+
+
 def search_problem(
     machine: Machine,
     knowledge: Knowledge,
@@ -397,42 +481,7 @@ def search_problem(
     check_type(knowledge, "knowledge", Knowledge)
     check_type(settings, "settings", Settings, type(None))
     check_budget(budget)
-    settings = check_settings(Settings() if settings is None else settings)
-    task = Task(
-        machine=machine,
-        knowledge=knowledge,
-        source=bench_for(source, machine.name),
-        gpus=chosen_gpus(machine, gpus),
-        version=settings.version,
-        budget=budget,
-    )
-    return task.problem(settings, ring_counts)
-
-
-def rings_under(task: Task, settings: Settings, rings: Rings) -> RingSet:
-    """Return the ring set over the same GPUs and NICs by the mechanisms of these settings.
-
-    Raises SearchError: a pair of neighbours has no hop.
-    """
-    space = task.space(settings, len(rings))
-    return ring_set([ring_like(space, order) for order in rings])
-
-
-def pinned_here(names: Sequence[str]) -> dict[str, str]:
-    """Return the variables of these names as they are set here, and as NCCL reads them."""
-    for name in names:
-        check_pinnable(name, where="`pin_env`")
-        if name not in os.environ:
-            right = f"set it as all jobs have it, as in `{name}=... tccl plan`"
-            raise InputError(f"`pin_env` {name}", "is not set here", right)
-    return pinned_values({name: os.environ[name] for name in names}, where="`pin_env`")
-
-
-def not_pinned(names: Collection[str]) -> tuple[str, ...]:
-    """Return notices on variables that are set here, and are not among the pinned `names`."""
-    return tuple(
-        f"{name}={os.environ[name][:20]} is set here and is not planned for: if all jobs have it, "
-        f"pin it by `tccl plan --pin-env {name}`"
-        for name in PINNABLE
-        if name not in names and pinned_level({name: os.environ.get(name, "")}) is not None
-    )
+    host = NodeClass(name=machine.name, machine=machine, knowledge=knowledge)
+    bench, chosen = bench_for(source, machine.name), chosen_gpus(machine, gpus)
+    task = Task(host=host, source=bench, gpus=chosen, budget=budget)
+    return task.problem(check_settings(settings or Settings()), ring_counts)

@@ -1,4 +1,4 @@
-"""Best-first search on an upper bound, for single rings and ring sets.
+"""Best-first search on an upper bound for single rings and ring sets, and local search.
 
 States are partial ring sets, built ring by ring and hop by hop. Bounds come from measured subsets
 (`bounds`), so a state costs no measurement until it is complete. A complete set slower than its
@@ -11,7 +11,8 @@ from __future__ import annotations
 import bisect
 import heapq
 import itertools
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -30,7 +31,7 @@ from tccl_py.search.bounds import (
     crossings,
     smallest_slow_part,
 )
-from tccl_py.search.problem import HopIndex, SearchProblem, admits
+from tccl_py.search.problem import HopIndex, Hops, SearchProblem, admits
 
 MAX_STATES = 10_000
 """States visited for one ring count before the search gives up on a proof."""
@@ -179,14 +180,14 @@ class RingSetSearch:
         count: int,
     ) -> None:
         self.index, self._problem, self.count = index, problem, count
-        self._rule = problem.rules.get(count)
+        self.rule = problem.rules.get(count)
         self.bounds = Bounds(index, copies=count)
         self._bounces: list[int] = index.bounces.astype(int).tolist()
         self._target: list[int] = index.target.tolist()
         self._marks = (
-            index.marks(self._rule) if self._rule is not None else [None] * len(self._target)
+            index.marks(self.rule) if self.rule is not None else [None] * len(self._target)
         )
-        self._evaluator, self._incumbent = evaluator, incumbent
+        self.evaluator, self.incumbent = evaluator, incumbent
         self._queue: list[tuple[tuple[float, ...], State]] = []
         self._serial = itertools.count()
         self._discarded_bound = 0.0
@@ -201,10 +202,10 @@ class RingSetSearch:
     @property
     def is_contradicted(self) -> bool:
         """Whether a measured ring set is faster than its bound, so that an assumption is false."""
-        allowed = 1 + DIFFERENCE + 6 * self._incumbent.error
+        allowed = 1 + DIFFERENCE + 6 * self.incumbent.error
         return any(
             one.score > self.count * self.bounds.bound(one.hops) * allowed
-            for one in self._incumbent.candidates
+            for one in self.incumbent.candidates
             if len(one.sequences) == self.count
         )
 
@@ -216,7 +217,7 @@ class RingSetSearch:
     @property
     def _enough(self) -> float:
         """Hop rate that a set must exceed to be worth finding."""
-        return self._incumbent.lower_bound * (1 + self._problem.tolerance) / self.count
+        return self.incumbent.lower_bound * (1 + self._problem.tolerance) / self.count
 
     def dive(self) -> None:
         """Search a little, for a good answer before proofs are tried."""
@@ -232,7 +233,7 @@ class RingSetSearch:
         )
         self._push(root)
         for hops in self._classes():
-            self.bounds.learn(hops, self._evaluator.upper(self.index, hops))
+            self.bounds.learn(hops, self.evaluator.upper(self.index, hops))
         self._relaxation_bound = best_connected(self._weights(self.bounds.single))
         self._search(DIVE_SETS, DIVE_STATES)
 
@@ -246,7 +247,7 @@ class RingSetSearch:
                     choices,
                     self.bounds,
                     enough=self._enough,
-                    measure=lambda hops: self._evaluator.upper(self.index, hops),
+                    measure=lambda hops: self.evaluator.upper(self.index, hops),
                     limit=CROSSING_SETS,
                 )
                 self._relaxation_bound = min(self._relaxation_bound, found)
@@ -275,15 +276,15 @@ class RingSetSearch:
         return kinds + sorted(pairs)
 
     def _search(self, idle_sets: int | None, idle_states: int) -> None:
-        begun = measured = self._evaluator.sets_measured
+        begun = measured = self.evaluator.sets_measured
         since = 0
         for visited in range(MAX_STATES):
-            if self._evaluator.sets_measured > measured:
-                measured, since = self._evaluator.sets_measured, visited
-            last = max(begun, self._incumbent.improved_at)
+            if self.evaluator.sets_measured > measured:
+                measured, since = self.evaluator.sets_measured, visited
+            last = max(begun, self.incumbent.improved_at)
             idle = idle_sets is not None and measured - last >= idle_sets
             idle |= visited - since >= idle_states
-            if not self._queue or idle or self._evaluator.allowance.out_of_time:
+            if not self._queue or idle or self.evaluator.allowance.out_of_time:
                 break
             _, state = heapq.heappop(self._queue)
             self._visit(state)
@@ -329,18 +330,18 @@ class RingSetSearch:
 
     def _measure(self, state: State) -> None:
         hops = state.all_hops
-        self._incumbent.measure(self._evaluator, self.index, state.rings)
-        upper = self._evaluator.upper(self.index, hops)
+        self.incumbent.measure(self.evaluator, self.index, state.rings)
+        upper = self.evaluator.upper(self.index, hops)
         self._discarded_bound = max(self._discarded_bound, min(upper, state.bound))
         if upper > self._enough:
             return  # within noise of the best: a finalist, and nothing to learn from
         slow = smallest_slow_part(hops, self._is_slow)
-        self.bounds.learn(slow, self._evaluator.upper(self.index, slow))
+        self.bounds.learn(slow, self.evaluator.upper(self.index, slow))
 
     def _is_slow(self, hops: Sequence[int]) -> bool:
         if self.bounds.bound(hops) <= self._enough:
             return True
-        return self._evaluator.upper(self.index, hops) <= self._enough
+        return self.evaluator.upper(self.index, hops) <= self._enough
 
     def _rebound(self, state: State) -> State:
         hops, bound, compatibility = state.all_hops, state.bound, state.compatibility
@@ -406,7 +407,7 @@ class RingSetSearch:
         ring = (*state.hops, hop)
         if state.rings and ring < state.rings[-1][: len(ring)]:
             return False
-        return self._marks[hop] is None or admits(self.index, (*state.rings, ring), self._rule)
+        return self._marks[hop] is None or admits(self.index, (*state.rings, ring), self.rule)
 
     def _child(self, state: State, hop: int, bound: float, compatibility: float) -> State:
         target = self._target[hop]
@@ -432,3 +433,118 @@ def _least_degree(weights: Floats) -> float:
     """Return the least, over GPUs, of the best hop out and the best hop in."""
     least: float = min(min(np.maximum.reduce(weights, axis=at).tolist()) for at in (1, 0))
     return least
+
+
+# Local search: ring sets that are faster than those near them, from random beginnings.
+#
+# Best-first search is stuck where bounds are far above the rates. There steps to near ring sets
+# find better ones by fewer measurements.
+
+SIDEWAYS = 5
+"""Steps in a row to sets that are only equally fast."""
+LOOKS = 500
+"""Sets looked at in a row without a measurement, after which all near ones are known."""
+
+
+class LocalSearch:
+    """Climb from ring sets to faster ones near them, and offer each to the incumbent.
+
+    A near set has one GPU elsewhere in one ring, or another mechanism for one hop. Sets that bounds
+    of `search` show to be slower than where a step begins are not measured. The climb ends after
+    `sets` measurements, or after `idle_sets` without a better ring.
+    """
+
+    def __init__(
+        self, search: RingSetSearch, *, sets: float, idle_sets: float, seed: int = 0
+    ) -> None:
+        self._index, self._bounds, self._rule = search.index, search.bounds, search.rule
+        self._evaluator, self._incumbent, self._count = (
+            search.evaluator,
+            search.incumbent,
+            search.count,
+        )
+        self._idle_sets, self._begun, self._looks = idle_sets, self._evaluator.sets_measured, 0
+        self._most = self._begun + sets
+        self._random = random.Random(seed)  # a resumed plan draws the same
+        self._seen: set[Hops] = set()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether enough was measured, or nothing new is near."""
+        spent = self._evaluator.sets_measured
+        idle = spent - max(self._begun, self._incumbent.improved_at)
+        return spent >= self._most or idle >= self._idle_sets or self._looks >= LOOKS
+
+    def run(self) -> None:
+        """Climb from the best set of rings, then from random ones."""
+        best, count = self._incumbent.best, self._count
+        if best is not None and best.index is self._index and len(best.sequences) == count:
+            self._climb(best.sequences)
+        rest = range(1, len(self._index.gpus))
+        while not self.is_over:
+            self._looks += 1
+            orders = ((0, *self._random.sample(rest, len(rest))) for _ in range(count))
+            rings = tuple(sorted(self._ring(order, {}) for order in orders))
+            if all(rings) and admits(self._index, rings, self._rule):
+                self._climb(rings)
+
+    def _climb(self, rings: Sequences) -> None:
+        rate, sideways, near = self._rate(rings), 0, self._near(rings)
+        while not self.is_over and (rings := next(near, ())):
+            self._looks += 1
+            hops = chain_hops(rings)
+            if self._bounds.bound(hops) < rate:
+                continue
+            is_new = self._index.canonical(hops) not in self._seen
+            new = self._rate(rings)
+            if new > rate or (new == rate and is_new and sideways < SIDEWAYS):
+                sideways = 0 if new > rate else sideways + 1
+                rate, near = new, self._near(rings)
+
+    def _rate(self, rings: Sequences) -> float:
+        """Return the rate of a set, which is offered the first time."""
+        hops = chain_hops(rings)
+        key = self._index.canonical(hops)
+        if key not in self._seen:
+            self._seen.add(key)
+            self._looks = 0
+            self._incumbent.measure(self._evaluator, self._index, rings)
+        return self._evaluator.rate(self._index, hops)
+
+    def _near(self, rings: Sequences) -> Iterator[Sequences]:
+        """Yield the near sets that the rule admits, in random order."""
+        near = [(at, ring) for at in range(len(rings)) for ring in self._rings_near(rings[at])]
+        self._random.shuffle(near)
+        for at, ring in near:
+            changed = tuple(sorted((*rings[:at], ring, *rings[at + 1 :])))
+            if admits(self._index, changed, self._rule):
+                yield changed
+
+    def _rings_near(self, ring: Hops) -> list[Hops]:
+        order = self._index.source[list(ring)].tolist()
+        hops = dict(zip(itertools.pairwise((*order, order[0])), ring, strict=True))
+        near = set()
+        for i, j in itertools.permutations(range(1, len(order)), 2):
+            moved = [*order[:i], *order[i + 1 :]]
+            moved.insert(j, order[i])
+            near.add(self._ring(moved, hops))
+        for at, pair in enumerate(hops):
+            others = (int(hop) for hop in self._index.pair[pair] if hop >= 0)
+            near |= {(*ring[:at], other, *ring[at + 1 :]) for other in others}
+        return sorted(near - {ring, ()})
+
+    def _ring(self, order: Sequence[int], hops: dict[tuple[int, int], int]) -> Hops:
+        """Return a ring of `hops` where these join neighbours, else of the fastest; () if none."""
+        ring = []
+        for pair in itertools.pairwise((*order, order[0])):
+            choices = [hops[pair]] if pair in hops else self._index.pair[pair].tolist()
+            ring.append(max(choices, key=self._promise))
+        return () if -1 in ring else tuple(ring)
+
+    def _promise(self, hop: int) -> tuple[float, bool]:
+        """Return the bound of a hop, and whether it is direct; the least where there is none."""
+        return (
+            (float(self._bounds.single[hop]), not self._index.bounces[hop])
+            if hop >= 0
+            else (-1.0, False)
+        )

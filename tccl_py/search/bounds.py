@@ -100,7 +100,7 @@ class Evaluator:
             self.allowance.check()
             (measurement,) = self._bench.measure([index.transfer_set(hops)])
             self._by_text[key] = measurement
-            self.allowance.spend()
+            self.allowance.spent += 1
             self.assumed |= measurement.assumed
             is_stated = self._noise_of_one is not None or measurement.assumed
             self.taken_as_exact |= not is_stated and not _is_repeated(measurement)
@@ -116,7 +116,7 @@ class Evaluator:
         """Return the rates of further samples of `hops` themselves, by their numbers, GB/s."""
         transfers = index.transfer_set(hops)
         rates = [self._bench.sample(transfers, number).rate_gbps for number in numbers]
-        self.allowance.spend(len(numbers))
+        self.allowance.spent += len(numbers)
         return rates
 
 

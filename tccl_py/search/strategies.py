@@ -18,9 +18,15 @@ from tccl_py.errors import (
 )
 from tccl_py.model.rings import Ring, ring_like
 from tccl_py.model.symmetry import Symmetry, keeping
-from tccl_py.search.best_first import Candidate, Incumbent, RingSetSearch, Sequences, chain_hops
+from tccl_py.search.best_first import (
+    Candidate,
+    Incumbent,
+    LocalSearch,
+    RingSetSearch,
+    Sequences,
+    chain_hops,
+)
 from tccl_py.search.bounds import DIFFERENCE, Evaluator, checked_index, distinct_cuts
-from tccl_py.search.local_search import LocalSearch
 from tccl_py.search.problem import (
     HopIndex,
     Hops,
@@ -363,16 +369,8 @@ def _search_all_counts(run: Run, indices: dict[int, HopIndex]) -> list[RingSetSe
 def _search_locally(run: Run, search: RingSetSearch, idle_sets: float, *, seed: int = 0) -> None:
     if search.is_over:
         return
-    LocalSearch(
-        search.index,
-        search.bounds,
-        run.evaluator,
-        run.incumbent,
-        rule=run.problem.rules.get(search.count),
-        sets=min(run.evaluator.allowance.left * LOCAL_SHARE, LOCAL_SETS),
-        idle_sets=idle_sets,
-        seed=seed,
-    ).run(search.count)
+    sets = min(run.evaluator.allowance.left * LOCAL_SHARE, LOCAL_SETS)
+    LocalSearch(search, sets=sets, idle_sets=idle_sets, seed=seed).run()
 
 
 def _holds(run: Run, searches: Sequence[RingSetSearch]) -> bool:

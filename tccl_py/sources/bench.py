@@ -50,8 +50,10 @@ class UnsoundLinkError(TcclError):
 class Allowance:
     """Sets and seconds that may be spent, all at once or in parts; None is no limit.
 
+    `spent` are sets; nothing more is allowed once it is `stopped`, as by an interruption.
+
     >>> allowance = Allowance(sets=9)
-    >>> allowance.spend(3)
+    >>> allowance.spent += 3
     >>> allowance.allot(parts=2)
     >>> allowance.covers(3), allowance.covers(4)
     (True, False)
@@ -62,7 +64,7 @@ class Allowance:
         self._seconds = inf if seconds is None else seconds
         self._most, self._until = self._sets, self._seconds
         self._began = time.monotonic()
-        self.spent = 0
+        self.spent, self.stopped = 0, False
 
     @property
     def seconds(self) -> float:
@@ -90,8 +92,8 @@ class Allowance:
 
     @property
     def out_of_time(self) -> bool:
-        """Whether the allowed seconds are over."""
-        return self.seconds >= self._until
+        """Whether the allowed seconds are over, or an interruption came."""
+        return self.stopped or self.seconds >= self._until
 
     def covers(self, sets: int = 1) -> bool:
         """Return whether so many more sets are allowed now."""
@@ -101,10 +103,6 @@ class Allowance:
         """Raise BudgetSpentError unless one more set is allowed now."""
         if not self.covers():
             raise BudgetSpentError(_SPENT)
-
-    def spend(self, sets: int = 1) -> None:
-        """Count sets that were measured."""
-        self.spent += sets
 
 
 def _whole(sets: float) -> float:
@@ -161,7 +159,7 @@ class Bench:
         self._new: dict[TransferSet, list[Measurement]] = {}
         self._random = random.Random(0)
         self._asked: set[TransferSet] = set()
-        self._allowance, self._asked_before = Allowance(), 0
+        self.allowance, self._asked_before = Allowance(), 0
         self._measuring_s = 0.0
         self._on_set: Callable[[int], None] = lambda _: None
         self.unsound: dict[tuple[Place, Place], LinkFact] = {}
@@ -296,7 +294,7 @@ class Bench:
         if hardware is not None:
             self._on_set(self.sets_measured)
             hardware.start()
-            hardware.deadline = self._allowance.deadline if self._is_begun else inf
+            hardware.deadline = self.allowance.deadline if self._is_begun else inf
         begun = time.monotonic()
         try:
             measurement = self._measure(transfers)
@@ -325,9 +323,9 @@ class Bench:
         # What a journal answers counts as well: a resumed run goes the same way.
         new = set(keys) - self._asked
         if len(self._asked) > self._asked_before and new:
-            self._refuse_unless(self._allowance.covers(len(new)) and self.has_time())
+            self._refuse_unless(self.allowance.covers(len(new)) and self.has_time())
         self._asked |= new
-        self._allowance.spend(len(new))
+        self.allowance.spent += len(new)
         missing = [key for key in keys if number >= len(self.recall(key))]
         self.sets_remembered += len(keys) - len(missing)
         self._is_begun |= not new.issubset(missing)
@@ -419,22 +417,24 @@ class Bench:
         tells so, in the block around as well. The first new set is not refused. A set that runs
         when all seconds are over is cut, where its source can.
         """
-        before, self._allowance, self._asked_before = self._allowance, allowance, len(self._asked)
+        before, self.allowance, self._asked_before = self.allowance, allowance, len(self._asked)
         was_cut, self.cut_short, self._is_begun = self.cut_short, False, False
         try:
             yield
         finally:
-            self._allowance = before
+            self.allowance = before
             self.cut_short |= was_cut
 
     def has_time(self) -> bool:
         """Return whether a set may be begun: the time is not up, and will not be up within it.
 
-        The first set may always be.
+        The first set may always be, unless an interruption came.
         """
+        if self.allowance.stopped:
+            return False
         usual_s = self._measuring_s / max(1, self.times_measured)
-        late = time.monotonic() + usual_s > self._allowance.deadline
-        over = self._is_begun and (self._allowance.out_of_time or late)
+        late = time.monotonic() + usual_s > self.allowance.deadline
+        over = self._is_begun and (self.allowance.out_of_time or late)
         self.cut_short |= over
         return not over
 
