@@ -102,7 +102,7 @@ class Hosts(Bench):
 def planned(source, switches=None, **task):
     told = []
     growth = HostsRequest(REQUEST, **task)
-    plan = plan_job(source, cluster_of_job(source, switches), growth, say=told.extend)
+    plan = plan_job(source, cluster_of_job(source, switches), growth, say=told.append)
     return plan, told
 
 

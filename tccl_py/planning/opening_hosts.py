@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec.structs import replace
 
 from tccl_py.errors import InputError, MeasurementError, require, spell
 from tccl_py.files import pick
@@ -89,14 +90,14 @@ class HostsRequest(msgspec.Struct, frozen=True):
     """What is asked of hosts, and the hosts and tables of the directory's plan, if it has one."""
 
     request: PlanRequest
+    tables: list[KeptTable] | None = None
+    """Takes the tables of all classes."""
     known: Cluster | None = None
     """Those hosts of the directory's plan that stay."""
     kept: tuple[ClassRates, ...] = ()
     """The tables of their classes."""
     notices: tuple[str, ...] = ()
     """The notices of that plan."""
-    tables: list[KeptTable] | None = None
-    """Takes the tables of all classes."""
 
     def known_hosts(self) -> tuple[dict[str, int], dict[int, list[Sample]]]:
         """Return the classes of known hosts, and the best sets of each class by its number.
@@ -130,7 +131,7 @@ class HostsRequest(msgspec.Struct, frozen=True):
         of_classes = [sources.get(node_class.name) for node_class in cluster.classes]
         made = plan_hosts(self.request, cluster, of_classes, kept=self.kept, tables=self.tables)
         texts = dict.fromkeys((*before, *made.notices, *notices))
-        return msgspec.structs.replace(made, notices=tuple(texts))
+        return replace(made, notices=tuple(texts))
 
 
 def cluster_subject(
@@ -148,10 +149,9 @@ def cluster_subject(
     """
     held = None if directory is None else _held_plan(directory)
     tables, models = list[KeptTable](), Models()
-    asked = HostsRequest(request, tables=tables)
+    asked = HostsRequest(request, tables)
     if directory is not None and held is not None:
-        asked = _asked_beside(held, directory, request, measured=job is not None)
-        asked = msgspec.structs.replace(asked, tables=tables)
+        asked = _asked_beside(held, directory, request, tables, measured=job is not None)
         models = planned_models(held, directory)
     if job is not None:
         subject, cluster = _of_job(asked, job, stack, say=say)
@@ -178,7 +178,7 @@ def _held_plan(directory: Path) -> Plan | None:
 
 
 def _asked_beside(
-    held: Plan, directory: Path, request: PlanRequest, *, measured: bool
+    held: Plan, directory: Path, request: PlanRequest, new: list[KeptTable], *, measured: bool
 ) -> HostsRequest:
     """Return what is asked of hosts beside a directory's plan, with what holds for all its hosts.
 
@@ -203,14 +203,14 @@ def _asked_beside(
         names = tuple(name for name in names if name in listed)
     known = part_of(held.cluster, names) if names else None
     tables = read_tables(directory, known.classes if known else ())
-    request = msgspec.structs.replace(
+    request = replace(
         request,
         **of_plan,
         # A function of Python is not known by its name.
         strategy=held.strategy if held.strategy in STRATEGIES else request.strategy,
         subnet_prefix=held.settings.subnet_prefix,
     )
-    return HostsRequest(request, known, tuple(tables), held.notices)
+    return HostsRequest(request, new, known, tuple(tables), held.notices)
 
 
 def _of_hosts(asked: HostsRequest, models: Models) -> tuple[Subject, Cluster]:
@@ -267,26 +267,20 @@ def _of_job(
         version = asked_version or version_to_plan(say, source.session.hosts[0].nccl)
         if known and version != request.version:
             say(f"these hosts have NCCL {version}, and the plan is for {request.version}")
-        request = msgspec.structs.replace(request, version=request.version or version)
-
-    def say_each(texts: Iterable[str]) -> None:
-        for text in texts:
-            say(text)
-
+        request = replace(request, version=request.version or version)
     cluster = cluster_of_job(source, request.switches, known, proofs)
     addressed = doubts_of_addresses(addresses_of(source)) if cluster.cables else ()
     doubts = (*doubts_of_links(proofs), *addressed)
-    say_each(doubts)
+    for text in doubts:
+        say(text)
     bits = subnet_prefix(cluster.cables, addresses_of(source), where="this MPI job")
-    bits = bits or request.subnet_prefix
-    asked = msgspec.structs.replace(
-        asked, request=msgspec.structs.replace(request, subnet_prefix=bits)
-    )
+    request = replace(request, subnet_prefix=bits or request.subnet_prefix)
+    asked = replace(asked, request=request)
 
     def search() -> Plan:
         try:
-            made = plan_job(source, cluster, asked, say=say_each)
-            return msgspec.structs.replace(made, notices=(*doubts, *made.notices))
+            made = plan_job(source, cluster, asked, say=say)
+            return replace(made, notices=(*doubts, *made.notices))
         finally:
             source.close()
 
@@ -408,7 +402,7 @@ def _cluster(
     groups: dict[tuple[int, frozenset[int]], list[str]] = defaultdict(list)
     for name, number in cluster.host_classes.items():
         groups[number, frozenset(nics[name])].append(name)
-    cabled = msgspec.structs.replace(cluster, cables=tuple(cables))
+    cabled = replace(cluster, cables=tuple(cables))
     return split_classes(check_cluster(cabled, where=where), groups.values())
 
 
@@ -440,7 +434,7 @@ def plan_job(
     cluster: Cluster,
     asked: HostsRequest,
     *,
-    say: Callable[[Iterable[str]], None] = lambda _: None,
+    say: Say = lambda _: None,
 ) -> Plan:
     """Plan for the hosts of a job by measuring them; the plan has the notices of measuring.
 
@@ -453,7 +447,8 @@ def plan_job(
     old, samples = asked.known_hosts()
     if asked.known is None:
         cluster, notices = _with_uplinks(source, cluster)
-        say(notices)
+    for text in notices:
+        say(text)
 
     def plan_again(cluster: Cluster) -> Plan:
         present = part_of(cluster, [host.name for host in source.session.hosts])
@@ -464,11 +459,11 @@ def plan_job(
     outliers = {} if made.cancelled else _odd_in_classes(source, made, old, samples)
     if outliers:
         cluster, named = _split_odd(cluster, outliers)
-        say(named)
+        for text in named:
+            say(text)
         notices += named
         # The other classes are answered from memory.
-        if asked.tables is not None:
-            asked.tables.clear()
+        del (asked.tables or [])[:]
         made = plan_again(cluster)
     equal = [name for name, n in cluster.host_classes.items() if name not in old and n in samples]
     notices += _tell("added as equal to their class, by samples", equal)
@@ -552,7 +547,7 @@ def _finish(made: Plan, source: HostsSource, notices_of_hosts: tuple[str, ...]) 
     # Answers of the journal were measured by an earlier run.
     answered, count = made.sets_measured + made.sets_remembered, source.sets_measured
     notices = (*made.notices, *notices_of_hosts, *source.summary(source.conditions))
-    return msgspec.structs.replace(
+    return replace(
         made,
         sets_measured=count,
         sets_remembered=max(0, answered - count),
@@ -572,7 +567,7 @@ def _with_uplinks(source: HostsSource, cluster: Cluster) -> tuple[Cluster, tuple
         for old, new in zip(tree.all_switches, estimated.all_switches, strict=True)
         if new.uplink_gbps != old.uplink_gbps
     )
-    return msgspec.structs.replace(cluster, switches=estimated), notices
+    return replace(cluster, switches=estimated), notices
 
 
 def _with_whole_ring(made: Plan, source: HostsSource) -> Plan:
@@ -584,8 +579,8 @@ def _with_whole_ring(made: Plan, source: HostsSource) -> Plan:
         (answer,) = source.measure([whole_ring(made)])
     except MeasurementError as error:
         text = f"the rings could not be measured all at once: {error}"
-        return msgspec.structs.replace(made, notices=(*made.notices, text))
-    return msgspec.structs.replace(made, whole_ring_gbps=made.ring_count * answer.rate_gbps)
+        return replace(made, notices=(*made.notices, text))
+    return replace(made, whole_ring_gbps=made.ring_count * answer.rate_gbps)
 
 
 def whole_ring(plan: Plan) -> TransferSet:

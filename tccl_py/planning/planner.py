@@ -44,7 +44,6 @@ from tccl_py.planning.settings_search import (
     SettingsSearch,
     as_graph,
     assemble_plan,
-    measured_well,
     own_gbps,
     rate_rings,
     settings_search,
@@ -273,9 +272,8 @@ def choices_of(search: SettingsSearch, task: Task) -> Iterator[Choice]:
 def _final(task: Task, own: Candidate, best: Candidate) -> Candidate:
     """Return the planned choice, measured well; NCCL's own where noise favoured another."""
     with suppress(BudgetSpentError):
-        answer = measured_well(task.source, best.rings)
-        bound = pick(best, "bound_gbps", "bound_assumptions")
-        final = rate_rings(best.settings, best.rings, answer, **bound)
+        same = pick(best, "settings", "rings", "bound_gbps", "bound_assumptions")
+        final = rate_rings(task.source, **same, well=True)
         if final.rate_gbps >= own.rate_gbps:
             return final
     return as_graph(own)

@@ -368,8 +368,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
         others = len(machine.gpus) - len(names)
         return self.symmetry.order == factorial(len(names)) * factorial(others)
 
-    def problem(self, settings: Settings, counts: Sequence[int]) -> SearchProblem:
-        """Return the search for sets of so many rings under one choice of settings."""
+    def problem(self, settings: Settings, counts: Sequence[int], **more: Any) -> SearchProblem:
+        """Return the search for sets of so many rings under settings; `more` are its fields."""
         rules = {count: self.rule(settings, count) for count in counts}
         return SearchProblem(
             spaces={count: self.space(settings, count) for count in counts},
@@ -377,7 +377,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
             symmetry=self.symmetry,
             rules={count: rule for count, rule in rules.items() if rule is not None},
             cuts=natural_cuts(self.host.machine, self.host.knowledge, gpus=self.gpus),
-            budget=self.budget,
+            **{"budget": self.budget, **more},
         )
 
     def rule(self, settings: Settings, count: int, /) -> SetRule | None:
@@ -407,9 +407,10 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
         counts = [count for count in self.ring_counts if settings.channels % count == 0]
 
         def search(counts: Sequence[int]) -> SearchResult:
-            problem = replace(
-                self.problem(settings, counts),
-                known=tuple(tuple(rings) for rings in known),
+            problem = self.problem(
+                settings,
+                counts,
+                known=tuple(map(tuple, known)),
                 floor_gbps=floor,
                 budget=replace(self.budget, sets=sets),
                 check_bound=check_bound,

@@ -127,9 +127,10 @@ def candidate_of(settings: Settings, result: SearchResult) -> Candidate:
 
 
 def rate_rings(
-    settings: Settings, rings: RingSet, measurement: Measurement, **more: Any
+    source: Bench, settings: Settings, rings: RingSet, *, well: bool = False, **more: Any
 ) -> Candidate:
-    """Return measured rings under settings, with `more` fields."""
+    """Return rings measured under settings, `well` as by `measured_well`, with `more` fields."""
+    measurement = measured_well(source, rings) if well else source.measure([rings.flows])[0]
     return Candidate(
         settings=settings,
         rings=rings,
@@ -469,8 +470,8 @@ def _cost(choice: Candidate) -> tuple[int, int]:
 
 
 def _rate_well(task: Task, choice: Candidate) -> Candidate:
-    answer = measured_well(task.source, choice.rings)
-    return rate_rings(choice.settings, choice.rings, answer, nccl=choice.nccl)
+    how = pick(choice, "settings", "rings", "nccl")
+    return rate_rings(task.source, **how, well=True)
 
 
 def _default(task: Task, settings: Settings) -> tuple[Candidate | None, str]:
@@ -545,8 +546,7 @@ def rate_default(
         settings, channels=max(1, nccl.channels // 2), min_channels=channels if more else None
     )
     rings = task.own_ring_set(nccl, settings)
-    answer = measured_well(task.source, rings) if well else task.source.measure([rings.flows])[0]
-    return rate_rings(settings, rings, answer, nccl=nccl)
+    return rate_rings(task.source, settings, rings, well=well, nccl=nccl)
 
 
 def own_gbps(task: Task, settings: Settings) -> float:
