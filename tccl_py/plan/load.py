@@ -15,7 +15,14 @@ from shlex import quote
 import msgspec
 
 from tccl_py.errors import InputError, check_type, require
-from tccl_py.files import check_types, decode_json, explain_errors, missing, read_text
+from tccl_py.files import (
+    check_types,
+    check_version,
+    decode_json,
+    explain_errors,
+    missing,
+    read_text,
+)
 from tccl_py.model.cluster import check_cluster, shown
 from tccl_py.model.machine import Machine
 from tccl_py.model.rings import receiving_nic, sending_nic
@@ -23,7 +30,7 @@ from tccl_py.nccl.settings import check_pinned_env, check_settings
 from tccl_py.nccl.view import leaves_as_named, usable_nics
 from tccl_py.plan.chains import CHOICES, WORLD, HostPath, Number, PlanChain, PlanHop
 from tccl_py.plan.plan import FORMAT_VERSION, Plan
-from tccl_py.plan.staging import AGAIN, PLAN_FILE, check_if_listed, settle
+from tccl_py.plan.staging import PLAN_FILE, check_if_listed, settle
 
 _AGAIN, _RIGHT = "plan it again", "name a directory of `tccl plan`"
 
@@ -45,15 +52,7 @@ def load_plan(path: Path | str) -> Plan:
     text = read_text(path)
     # Another version may have other fields: it is refused by its head alone.
     head = decode_json(text, _Head, where=str(path), name="Plan")
-    if head.format_version != FORMAT_VERSION:
-        later = head.format_version > FORMAT_VERSION
-        fault = f"is of {'a later' if later else 'an earlier'} program"
-        again = AGAIN
-        raise InputError(
-            str(path),
-            f"{fault} (format version {head.format_version})",
-            f"this program reads version {FORMAT_VERSION}: {'update it' if later else again}",
-        )
+    check_version(head.format_version, FORMAT_VERSION, path)
     return check_plan(decode_json(text, Plan, where=str(path)), where=str(path))
 
 
@@ -100,32 +99,33 @@ def check_plan(plan: Plan, *, where: str) -> Plan:
             raise InputError(f"{where} {error.where}", error.what, error.right) from error
     check_pinned_env(plan.pinned_env, searched, where)
     count = len(plan.cluster.classes)
-    fault = f"has GPUs for {len(plan.class_gpus)} classes"
-    require(len(plan.class_gpus) == count, where, fault, f"it has {count}")
-    fault = f"has NICs for {len(plan.class_nics)} classes"
-    require(len(plan.class_nics) in (0, count), where, fault, f"it has {count}")
+    _require(len(plan.class_gpus) == count, where, f"has GPUs for {len(plan.class_gpus)} classes")
+    fits = len(plan.class_nics) in (0, count)
+    _require(fits, where, f"has NICs for {len(plan.class_nics)} classes")
     for number in range(len(plan.class_nics)):
         check_types(plan.settings_on(number, plan.settings), where=f"{where} class_nics")
     for node_class, gpus in zip(plan.cluster.classes, plan.class_gpus, strict=True):
         _check_some(gpus, node_class.machine.gpu_indices, f"{where}: class {node_class.name}")
-    require(bool(plan.paths), where, "has no paths through its hosts", _AGAIN)
+    _require(bool(plan.paths), where, "has no paths through its hosts")
     for number, path in enumerate(plan.paths):
         _check_path(plan, path, f"{where}: path {number}")
     _check_count(plan.ring_count, plan.settings.channels, where)
     _check_hosts(plan, where)
-    right = "on this network a NIC reaches only the same NIC of other hosts"
     on_rails = plan.cluster.rails != "only" or not off_rails(plan)
-    require(on_rails, where, "has rings that change NICs between hosts", right)
+    _require(on_rails, where, "has rings that change NICs between hosts")
     _check_orders(plan, where)
     answers = plan.sizes.values()
     for name in {plan.winner, *plan.sizes} - {None, *plan.choices}:
         raise InputError(where, f"names {name}, and has no such choice", _AGAIN)
     rows = {tuple((row.collective, row.bytes) for row in answer.rows) for answer in answers}
-    require(len(rows) < 2, where, "has choices for different message sizes", _AGAIN)
+    _require(len(rows) < 2, where, "has choices for different message sizes")
     fits = plan.bound_gbps is None or plan.rate_gbps <= plan.bound_gbps
-    fault = f"has rate {plan.rate_gbps} and bound {plan.bound_gbps}"
-    require(fits, where, fault, "a bound is never below what was found")
+    _require(fits, where, f"has rate {plan.rate_gbps} and bound {plan.bound_gbps}")
     return plan
+
+
+def _require(fits: bool, where: str, fault: str, right: str = _AGAIN) -> None:
+    require(fits, where, fault, right)
 
 
 def _check_choices(plan: Plan, where: str) -> None:
@@ -133,11 +133,11 @@ def _check_choices(plan: Plan, where: str) -> None:
     names = [name for name in CHOICES if name in plan.choices or name != "large-buffers"]
     fits = list(plan.choices.items()) == [(n, plan.choices.get(n)) for n in names]
     fits = fits and all(name == choice.name for name, choice in plan.choices.items())
-    require(fits, where, f"has choices {', '.join(plan.choices)}", f"{', '.join(names)}, in order")
-    require(bool(plan.choices["graph"].predicted_gbps), where, "has no rate of its rings", _AGAIN)
+    _require(fits, where, f"has choices {', '.join(plan.choices)}", f"{', '.join(names)}, in order")
+    _require(bool(plan.choices["graph"].predicted_gbps), where, "has no rate of its rings")
     for name, choice in plan.choices.items():
         fits = name == "graph" or choice.fails is None or choice.predicted_gbps is None
-        require(fits, where, "has a rate of a choice that fails", "a choice that fails has no rate")
+        _require(fits, where, "has a rate of a choice that fails")
 
 
 def off_rails(plan: Plan) -> bool:
@@ -156,49 +156,44 @@ def _check_some(gpus: Sequence[int], available: Iterable[int], where: str) -> No
     """Check that GPUs are some of the known ones, each once and in ascending order."""
     fits = tuple(gpus) == tuple(sorted(set(gpus) & set(available)))
     right = f"some of {_few(available)}, each once and in ascending order"
-    require(fits, where, f"is for GPUs {_few(gpus)}", right)
+    _require(fits, where, f"is for GPUs {_few(gpus)}", right)
 
 
 def _check_count(rings: int, channels: int, where: str) -> None:
-    fits, fault = rings > 0 and channels % rings == 0, f"has {rings} rings for {channels} channels"
-    require(fits, where, fault, "every ring has as many channels as any other")
+    fits = rings > 0 and channels % rings == 0
+    _require(fits, where, f"has {rings} rings for {channels} channels")
 
 
 def _check_path(plan: Plan, path: HostPath, where: str) -> None:
     """Check chains: their GPUs, each hop, and the NICs by which NCCL enters and leaves the host."""
-    count = len(plan.cluster.classes)
-    right = f"there are {count} classes, counted from 0"
-    require(path.node_class < count, where, f"is of class {path.node_class}", right)
-    fault = f"has {len(path.chains)} chains, path 0 has {plan.ring_count}"
-    fits = len(path.chains) == plan.ring_count
-    require(fits, where, fault, "every ring has a chain in each")
+    fits = path.node_class < len(plan.cluster.classes)
+    _require(fits, where, f"is of class {path.node_class}, which is not there")
+    count = len(path.chains)
+    fits = count == plan.ring_count
+    _require(fits, where, f"has {count} chains, path 0 has {plan.ring_count}")
     machine, gpus = plan.cluster.classes[path.node_class].machine, plan.class_gpus[path.node_class]
     nics = usable_nics(machine, plan.settings_on(path.node_class, plan.settings))
     for ring, chain in enumerate(path.chains):
         place, sources = f"{where}, chain {ring}", [hop.source for hop in chain.hops]
-        fault, right = f"visits GPUs {_few(chain.gpus)}", f"those of its class are {_few(gpus)}"
-        require(
-            bool(gpus) and sorted(chain.gpus) == list(gpus), place, fault, f"{right}, each once"
-        )
+        fits = bool(gpus) and sorted(chain.gpus) == list(gpus)
+        _require(fits, place, f"visits GPUs {_few(chain.gpus)}", f"each of {_few(gpus)} once")
         fits = [hop.target for hop in chain.hops] == [*sources[1:], sources[0]]
-        require(fits, place, f"the hops over GPUs {_few(chain.gpus)} do not meet", _AGAIN)
+        _require(fits, place, f"the hops over GPUs {_few(chain.gpus)} do not meet")
         for hop in chain.hops:
             _check_hop(hop, chain, machine, place)
         ends = {chain.entry_nic, chain.exit_nic}
         if len(plan.cluster.hosts) == 1:
             fits = WORLD not in sources and ends == {None}
-            require(fits, place, "leaves the only host", "rings of one host close inside it")
+            _require(fits, place, "leaves the only host")
             continue
-        fits = sources[0] == WORLD and None not in ends
-        require(fits, place, "stays on its host", "a ring over hosts enters and leaves each")
+        _require(sources[0] == WORLD and None not in ends, place, "stays on its host")
         fault = f"is entered by NIC {chain.entry_nic} and left by NIC {chain.exit_nic}"
-        right = f"the settings let NCCL use {_few(nics)}"
-        require(ends.issubset(nics), place, fault, right)
+        _require(ends.issubset(nics), place, fault, f"the settings let NCCL use {_few(nics)}")
         fits = len(ends) == 1 or plan.settings.cross_nic != 0
-        require(fits, place, fault, "with NCCL_CROSS_NIC=0 both are the same")
+        _require(fits, place, fault, "with NCCL_CROSS_NIC=0 both are the same")
         pair, routed = (chain.entry_nic or 0, chain.exit_nic or 0), plan.settings.subnet_routing
         fits = leaves_as_named(chain.gpus, *pair, subnet_routing=routed)
-        require(fits, place, fault, "NCCL leaves one GPU by the NIC that it enters by")
+        _require(fits, place, fault, "NCCL leaves one GPU by the NIC that it enters by")
 
 
 def _check_hop(hop: PlanHop, chain: PlanChain, machine: Machine, where: str) -> None:
@@ -210,8 +205,7 @@ def _check_hop(hop: PlanHop, chain: PlanChain, machine: Machine, where: str) -> 
         *(f"N{nic.index}" for nic in machine.nics),
     }
     for place in map(str, flow.places):
-        fault = f"has flow {shown(str(flow))}, and no {shown(place)}"
-        require(place in places, where, fault, f"name what machine {shown(machine.name)} has")
+        _require(place in places, where, f"has flow {shown(str(flow))}, and no {shown(place)}")
     nics = (
         chain.entry_nic if hop.source == WORLD else None,
         chain.exit_nic if hop.target == WORLD else None,
@@ -221,32 +215,27 @@ def _check_hop(hop: PlanHop, chain: PlanChain, machine: Machine, where: str) -> 
     fits = (receiving_nic(flow), sending_nic(flow)) == nics
     fits = fits and [str(flow.source), str(flow.destination)] == ends
     fault = f"has a hop with flow {shown(str(flow))}"
-    require(fits, where, fault, f"it goes from {ends[0]} to {ends[1]}")
+    _require(fits, where, fault, f"it goes from {ends[0]} to {ends[1]}")
 
 
 def _check_hosts(plan: Plan, where: str) -> None:
     """Check that the order has each host of the cluster once, with a path of its class."""
     order, names = Counter(plan.host_order), Counter(plan.cluster.names)
     unequal = next(iter((order - names) | (names - order)), None)
-    fault = f"does not have host {shown(unequal or '')} once in its order"
-    require(unequal is None, where, fault, "the order has every host of the cluster")
+    _require(unequal is None, where, f"does not have host {shown(unequal or '')} once in its order")
     slots, classes = {h.name: h.slots for h in plan.cluster.hosts}, plan.cluster.host_classes
     rank = 0
     for host in plan.hosts:
-        place, right = f"{where}: host {shown(host.name)}", f"there are {len(plan.paths)}"
-        require(host.path < len(plan.paths), place, f"has path {host.path}", f"{right} from 0 on")
-        number, planned = plan.class_number(host), classes[host.name]
+        place = f"{where}: host {shown(host.name)}"
+        _require(host.path < len(plan.paths), place, f"has path {host.path} of {len(plan.paths)}")
+        number, gpus = plan.class_number(host), plan.gpus_of(host)
         fault = f"has a path of class {plan.cluster.classes[number].name}"
-        require(
-            number == planned, place, fault, f"it is of class {plan.cluster.classes[planned].name}"
-        )
-        gpus = plan.class_gpus[number]
-        fault = f"has {slots[host.name]} ranks for GPUs {_few(gpus)}"
-        require(slots[host.name] == len(gpus), place, fault, "a GPU has one rank")
-        fault = f"begins with rank {host.first_rank}"
-        require(host.first_rank == rank, place, fault, f"the hosts before it have {rank} ranks")
-        rank += len(gpus)
-    require(rank >= 2, where, f"is for {rank} GPU", "a ring joins 2 or more")
+        _require(number == classes[host.name], place, fault)
+        ranks = slots[host.name]
+        _require(ranks == len(gpus), place, f"has {ranks} ranks for GPUs {_few(gpus)}")
+        _require(host.first_rank == rank, place, f"begins with rank {host.first_rank}, not {rank}")
+        rank += ranks
+    _require(rank >= 2, where, f"is for {rank} GPU", "a ring joins 2 or more")
 
 
 def _check_orders(plan: Plan, where: str) -> None:
@@ -255,7 +244,7 @@ def _check_orders(plan: Plan, where: str) -> None:
     for choice in plan.choices.values():
         _check_rings(choice.rings or (), everyone, where)
     fits = plan.choices["graph"].rings == plan.channel_rings
-    require(fits, where, "has other rings for its graph file than its paths are", _AGAIN)
+    _require(fits, where, "has other rings for its graph file than its paths are")
     for subset in plan.subsets:
         _check_some(subset.gpus, everyone, where)
         _check_rings(subset.rings, subset.gpus, where)
@@ -263,13 +252,13 @@ def _check_orders(plan: Plan, where: str) -> None:
             _check_count(len(subset.rings), plan.settings.channels, where)
         nodes = {node.index for node in plan.machine.numa_nodes}
         fits = len(subset.nodes) in (0, len(subset.gpus)) and nodes.issuperset(subset.nodes)
-        require(fits, where, f"has NUMA nodes {_few(subset.nodes)}", f"some of {_few(nodes)}")
+        _require(fits, where, f"has NUMA nodes {_few(subset.nodes)}", f"some of {_few(nodes)}")
 
 
 def _check_rings(rings: Iterable[Sequence[int]], gpus: Sequence[int], where: str) -> None:
     for ring in rings:
-        fault = f"ring {_few(ring)} does not visit {_few(gpus)} once"
-        require(sorted(ring) == sorted(gpus), where, fault, _AGAIN)
+        fits = sorted(ring) == sorted(gpus)
+        _require(fits, where, f"ring {_few(ring)} does not visit {_few(gpus)} once")
 
 
 def _few(numbers: Iterable[int]) -> str:

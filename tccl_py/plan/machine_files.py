@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -26,9 +25,6 @@ from tccl_py.nccl.versions import plain_version
 from tccl_py.nccl.view import NcclView, view
 from tccl_py.plan.chains import WORLD, PlanChain, SubsetRings, per_channel
 from tccl_py.plan.plan import Plan
-
-if TYPE_CHECKING:
-    pass
 
 GRAPH_FILE = "graph.xml"
 ANY_HOST = ""
