@@ -11,7 +11,6 @@ from tccl_py.planning.planner import make_plan
 from tccl_py.planning.request import PlanRequest, Task
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import bundled_names, load_bundled
-from tccl_py.simulator.source import Simulator
 from tccl_py.sources.bench import bench_of
 
 SEVERAL_GPUS = tuple(n for n in bundled_names() if len(load_bundled(n).machine.gpus) > 1)
@@ -29,9 +28,8 @@ WRX_BUDGET = Budget(sets=40, idle_sets=5)
 @functools.cache
 def plan_of(name, **more):
     """The plan of a bundled machine, by simulation, with rings for all smaller sets of 8 GPUs."""
-    model = load_bundled(name)
     defaults = {"budget": WRX_BUDGET} if name == WRX else {"subsets": True}
-    return make_plan(model.machine, model.knowledge, Simulator(model), **defaults | more)
+    return make_plan(name, **defaults | more)
 
 
 def task_on(machine, knowledge, source, *, kind=Task, **more):

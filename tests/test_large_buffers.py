@@ -98,8 +98,7 @@ def test_where_the_best_variables_cut_chunks_a_plan_has_the_best_that_do_not(pla
 
 @pytest.mark.parametrize("pinned", [{}, NO_P2P])
 def test_where_variables_leave_chunks_alone_there_is_no_such_choice(pinned):
-    model = load_bundled(SMALL)
-    plan = make_plan(model.machine, model.knowledge, Simulator(model), pinned_env=pinned)
+    plan = make_plan(SMALL, pinned_env=pinned)
     assert plan.choices.get("large-buffers") is None
     assert list(plan.choices) == [name for name in CHOICES if name != "large-buffers"]
 

@@ -95,8 +95,7 @@ def test_no_choice_of_nodes_is_faster(plan):
 
 
 def make_plan_of_one_ring():
-    model = load_bundled(PCIE)
-    return make_plan(model.machine, model.knowledge, Simulator(model), ring_counts=(1,))
+    return make_plan(PCIE, ring_counts=(1,))
 
 
 @pytest.mark.parametrize("ids", [(0, 1, 2, 3), (0, 1, 2, -1), (-1,) * 4])
@@ -126,8 +125,7 @@ def test_each_gpu_bounces_through_one_node_in_all_rings():
 
 
 def test_rings_of_a_set_share_the_nodes_of_their_gpus():
-    model = load_bundled(PCIE)
-    found = make_plan(model.machine, model.knowledge, Simulator(model), ring_counts=(2,))
+    found = make_plan(PCIE, ring_counts=(2,))
     nodes = {(hop.source, hop.flow.through) for one in found.rings for hop in one.hops}
     if found.settings.shm_placement:
         assert len(nodes) == len(found.gpus)

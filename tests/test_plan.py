@@ -1,6 +1,7 @@
 """Plans: never below stock, true to the runtime they are for, and safe to load again."""
 
 from collections import Counter
+from itertools import product
 from pathlib import Path
 
 import msgspec
@@ -117,12 +118,6 @@ def test_the_rates_of_a_plan_are_what_the_simulator_says_of_its_flows(name):
     assert [rate for _, rate in rates] == pytest.approx([rate for _, rate in expected])
 
 
-def test_on_the_asus_machine_a_plan_is_a_quarter_faster_than_stock():
-    plan = plan_of(ASUS)
-    assert plan.rate_gbps >= 1.25 * plan.choices["default"].rate_gbps
-    assert len(plan.rings) > 1
-
-
 @pytest.mark.parametrize("name", FOUR_GPUS)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_nccl_uses_every_graph_file_of_a_plan_for_four_gpus(name, version):
@@ -155,12 +150,8 @@ def test_up_to_eight_gpus_every_subset_has_rings_and_above_none_is_planned_ahead
     [(PCIE, {}, "graph"), (SMALL, {}, "default"), (SMALL, {"NCCL_P2P_DISABLE": "1"}, "variables")],
 )
 def test_smaller_sets_have_rings_where_graph_files_are_recommended(name, pinned, recommended):
-    model = load_bundled(name)
     plan, everywhere = (
-        make_plan(
-            model.machine, model.knowledge, Simulator(model), pinned_env=pinned, subsets=subsets
-        )
-        for subsets in (None, True)
+        make_plan(name, pinned_env=pinned, subsets=subsets) for subsets in (None, True)
     )
     assert (plan.recommended, plan.rings) == (recommended, everywhere.rings)
     groups = [one.gpus for one in everywhere.subsets if one.rings]
@@ -181,18 +172,12 @@ def test_smaller_sets_leave_the_sets_that_show_the_machines_limit():
     assert plan.limit_gbps is not None
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("name", FOUR_GPUS)
+@pytest.mark.parametrize(
+    ("name", "version"),
+    sorted({*product(FOUR_GPUS, VERSIONS), *product(SEVERAL_GPUS, [ASSUMED])}),
+)
 def test_the_flows_of_a_plan_are_the_transports_that_nccl_takes(name, version):
-    assert_transports(of_version(name, version))
-
-
-@pytest.mark.parametrize("name", SEVERAL_GPUS)
-def test_the_flows_of_every_plan_are_the_transports_that_nccl_takes(name):
-    assert_transports(plan_of(name))
-
-
-def assert_transports(plan):
+    plan = of_version(name, version)
     seen = view(plan.machine, plan.knowledge, plan.settings, gpus=plan.gpus)
     farthest = PathType.LOC
     for hop in (hop for ring in plan.rings for hop in ring.hops):
@@ -243,12 +228,6 @@ def test_a_saved_plan_loads_equal(name, tmp_path):
     assert load_plan(tmp_path / "plan.json") == load_plan(tmp_path) == plan
 
 
-def test_a_path_may_be_text(tmp_path):
-    plan = plan_of(SMALL)
-    plan.save(str(tmp_path / "plan.json"))
-    assert load_plan(str(tmp_path)) == plan
-
-
 @pytest.mark.parametrize("name", SEVERAL_GPUS)
 def test_every_file_of_a_simulated_plan_says_so(name):
     plan = plan_of(name)
@@ -280,18 +259,8 @@ def test_assumed_values_are_told_of_the_choices_that_they_lie_behind():
 
 
 def test_a_measured_plan_does_not_say_that_it_is_simulated():
-    class Measured:
-        simulated = False
-
-        def __init__(self):
-            self.simulator = Simulator(load_bundled(SMALL))
-
-        def measure(self, sets):
-            answers = self.simulator.measure(sets)
-            return [msgspec.structs.replace(one, simulated=False) for one in answers]
-
-    model = load_bundled(SMALL)
-    plan = make_plan(model.machine, model.knowledge, Measured(), gpus=[0, 1], ring_counts=[1])
+    source = StandingStill(load_bundled(SMALL), "none")
+    plan = make_plan(SMALL, source=source, gpus=[0, 1], ring_counts=[1])
     assert (plan.simulated, plan.provenance) == (False, "measured")
     assert all("simulated" not in text for text in nccl_files(plan, ANYWHERE).values())
 
@@ -318,7 +287,7 @@ def test_a_subset_is_found_in_any_order_of_its_gpus():
 def test_with_noise_a_plan_is_neither_below_stock_nor_far_from_the_best(seed):
     model = load_bundled("amd-v100")
     noisy = Simulator(model, noise=0.05, seed=seed)
-    plan = make_plan(model.machine, model.knowledge, noisy, ring_counts=(1, 2))
+    plan = make_plan("amd-v100", source=noisy, ring_counts=(1, 2))
     assert plan.rate_gbps >= plan.choices["default"].rate_gbps
     slowest = min(ring.rate_gbps for ring in plan.rings)
     assert plan.rate_gbps == pytest.approx(len(plan.rings) * slowest)
@@ -328,7 +297,7 @@ def test_with_noise_a_plan_is_neither_below_stock_nor_far_from_the_best(seed):
 
 
 class StandingStill:
-    """A simulation in which one way is never gone."""
+    """A simulation that passes for measurements, in which one way is never gone."""
 
     simulated = False
 
@@ -343,14 +312,13 @@ class StandingStill:
         samples = tuple(
             (0.0,) * len(row) if str(flow).startswith(self._way) else row for flow, row in rows
         )
-        return msgspec.structs.replace(found, samples_gbps=samples)
+        return msgspec.structs.replace(found, samples_gbps=samples, simulated=False)
 
 
 def test_a_plan_over_a_way_that_stands_still_is_refused_by_the_set():
-    model = load_bundled("intel-v100")
-    source = StandingStill(model, "G0")
+    source = StandingStill(load_bundled("intel-v100"), "G0")
     with pytest.raises(MeasurementError, match=r"^G0->G0->.*: its measurement has a rate"):
-        make_plan(model.machine, model.knowledge, source, budget=FEW)
+        make_plan("intel-v100", source=source, budget=FEW)
 
 
 def test_one_gpu_is_too_few_to_plan_for():
@@ -360,11 +328,10 @@ def test_one_gpu_is_too_few_to_plan_for():
 
 
 def test_an_unknown_strategy_lists_the_right_ones():
-    model = load_bundled(SMALL)
     with pytest.raises(InputError, match="there are best-first, nccl-order"):
-        make_plan(model.machine, model.knowledge, Simulator(model), strategy="magic")
+        make_plan(SMALL, strategy="magic")
     with pytest.raises(InputError, match="strategy '3'"):
-        make_plan(model.machine, model.knowledge, Simulator(model), strategy=3)
+        make_plan(SMALL, strategy=3)
 
 
 @pytest.mark.parametrize(
@@ -382,10 +349,9 @@ def test_an_unknown_strategy_lists_the_right_ones():
     ids=str,
 )
 def test_a_value_of_another_type_is_named(given):
-    model = load_bundled(SMALL)
     (name,) = given
     with pytest.raises(InputError, match=f"`{name}`"):
-        make_plan(model.machine, model.knowledge, Simulator(model), **given)
+        make_plan(SMALL, **given)
 
 
 def test_the_other_strategy_plans_too():
