@@ -80,9 +80,10 @@ def failing(choice: Choice, cluster: Cluster, channels: Sequence[Sequence[HostCh
     return choice
 
 
-def channels_on(node: ClassRates, own: DefaultRings) -> HostChannels:
-    """Return NCCL's own channels on a host of a class."""
-    return default_channels(node.view(own.settings), own.chains, own.cross_nic)
+def channels_on(node: ClassRates, own: Choice | DefaultRings) -> list[HostChannels]:
+    """Return NCCL's own channels on a host of a class, which it does not cut."""
+    rings = node.default_rings(own) if isinstance(own, Choice) else own
+    return [default_channels(node.view(rings.settings), rings.chains, rings.cross_nic)]
 
 
 def choices_along_cables(
@@ -93,7 +94,7 @@ def choices_along_cables(
     settings: Settings,
 ) -> tuple[Choice, Choice]:
     """Return default NCCL, and its own rings with the variables of a plan's settings."""
-    own = [channels_on(node, node.default_rings(node.rated_default)) for node in nodes]
+    own = [channels_on(node, node.rated_default) for node in nodes]
     default = _rate(default, cluster, nodes, own)
     if any(map(_excludes, nodes)):
         note = "NCCL takes NICs too that lead to no host of the job"
@@ -115,17 +116,17 @@ def _rate(
     choice: Choice,
     cluster: Cluster,
     nodes: Sequence[ClassRates],
-    own: Sequence[HostChannels],
+    own: Sequence[Sequence[HostChannels]],
 ) -> Choice:
     """Return NCCL's own rings over hosts in the order given, with the rate that cables let them.
 
     `own` are its channels on hosts of each class. The choice fails where NCCL would connect
     functions that no cable joins.
     """
-    choice = failing(choice, cluster, [[channels] for channels in own])
+    choice = failing(choice, cluster, own)
     if choice.fails:
         return choice
-    hosts = [own[host.node_class] for host in cluster.hosts]
+    hosts = [channels for host in cluster.hosts for channels in own[host.node_class]]
     used = own_pairs(cluster, hosts, subnet_routing=choice.settings.subnet_routing)
     rates = []
     for host, pairs in zip(cluster.hosts, used, strict=True):

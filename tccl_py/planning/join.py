@@ -10,8 +10,9 @@ from contextlib import suppress
 from itertools import chain, islice
 from math import inf
 
-import msgspec
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from tccl_py.errors import SearchError
 from tccl_py.merge.cables import CabledRing, NicMap, Nics, Rate, cabled_ring
@@ -24,7 +25,7 @@ from tccl_py.nccl.connections import (
     swaps_pairs,
     tree_connections,
 )
-from tccl_py.nccl.graph_search import DefaultChain, DefaultRings, default_rings
+from tccl_py.nccl.graph_search import default_rings
 from tccl_py.nccl.network import EvenUse, NicPair
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import usable_nics, view
@@ -32,7 +33,6 @@ from tccl_py.plan.chains import AS_GOOD as WORTH
 from tccl_py.plan.chains import (
     Choice,
     ChoiceName,
-    Failure,
     PlanChain,
     condense,
     failure_over,
@@ -77,7 +77,7 @@ def plan_over(cluster: Cluster, nodes: Sequence[ClassRates], request: PlanReques
     return assemble_plan(
         cluster,
         tuple(node.gpus for node in nodes),
-        msgspec.structs.replace(best, settings=settings),
+        replace(best, settings=settings),
         (default, variables),
         request,
         views=[node.view(best.settings) for node in nodes],
@@ -148,14 +148,14 @@ def _of_all_dealings(
             best = rings
         elif count == best.ring_count:
             # The first dealing is as fast, and bounded now.
-            best = msgspec.structs.replace(best, bound_gbps=rings.bound_gbps, bound_assumptions=())
+            best = replace(best, bound_gbps=rings.bound_gbps, bound_assumptions=())
     if best.bound_gbps is None:
         # Dealings may be too many questions, but no chains of a host exceed this.
         bounds = [node.most(best.settings, best.ring_count) for node in nodes]
         if None not in bounds:
             most, assumptions = min(bound for bound in bounds if bound is not None)
             most = max(most, best.rate_gbps)
-            best = msgspec.structs.replace(best, bound_gbps=most, bound_assumptions=assumptions)
+            best = replace(best, bound_gbps=most, bound_assumptions=assumptions)
     return best
 
 
@@ -191,12 +191,12 @@ def _realisable(search: RingSearch, count: int) -> Candidate | None:
     settings, hosts = search.settings, len(search.cluster.hosts)
     sm = min(node.view(settings).system.sm_min for node in search.nodes)
     while True:
-        rings = msgspec.structs.replace(search, settings=settings).rings(count)
+        rings = replace(search, settings=settings).rings(count)
         if rings is None or ends_as_measured(
             settings, sm=sm, hosts=hosts, rate_gbps=rings.rate_gbps
         ):
             return rings
-        settings = msgspec.structs.replace(settings, channels=2 * settings.channels)
+        settings = replace(settings, channels=2 * settings.channels)
 
 
 # Rings over all hosts under one choice of settings, and with one number of rings.
@@ -271,7 +271,7 @@ Joined = tuple[MergedRing | CabledRing, tuple[NicMap, ...]]
 """A ring of hosts, and its NIC maps."""
 
 
-class RingSearch(msgspec.Struct, frozen=True, kw_only=True):
+class RingSearch(Struct, frozen=True, kw_only=True):
     """The search for rings over all hosts, with a node for each class, under some settings."""
 
     cluster: Cluster
@@ -347,7 +347,7 @@ class RingSearch(msgspec.Struct, frozen=True, kw_only=True):
             with suppress(SearchError):
                 given = self._ring_by(rate, count, keep_order=True)
                 if given and not prefer(ring.rate_gbps, given.rate_gbps, less=False):
-                    ring = msgspec.structs.replace(given, bound_gbps=given.rate_gbps)
+                    ring = replace(given, bound_gbps=given.rate_gbps)
         return None if ring is None else (ring, ring.crossings)
 
     def _bound_along_cables(self, count: int) -> float | None:
@@ -451,7 +451,7 @@ class RingSearch(msgspec.Struct, frozen=True, kw_only=True):
         free = merge_with_switches(tables, classes, tree)
         if fixed is None or fixed.rate_gbps < free.rate_gbps or crossed > passes(tree, free.hosts):
             return free
-        return msgspec.structs.replace(fixed, bound_gbps=free.bound_gbps)
+        return replace(fixed, bound_gbps=free.bound_gbps)
 
 
 def _is_best(ring: MergedRing, tables: Sequence[ChainTable]) -> bool:
@@ -473,7 +473,7 @@ def _with_nics(
     pinned = request.default_settings.ib_hca
     listed = pinned or tuple(dict.fromkeys(names))
     chains, settings = chain.from_iterable(joined.hosts.values()), joined.settings
-    return msgspec.structs.replace(
+    return replace(
         settings,
         ib_hca=listed if rdma else (),
         ib_gid_index=request.ib_gid_index if rdma else None,
@@ -542,25 +542,20 @@ def _own_choices(cluster: Cluster, nodes: Sequence[ClassRates]) -> tuple[Choice,
     if not unrated:
         return _own_choice("default", cluster, nodes, [node.default for node in nodes]), variables
     settings = nodes[0].kept.default_settings
+    # It may fail over broken links, told of the first host of each class.
+    firsts = {number: name for name, number in reversed(cluster.host_classes.items())}
+    failures = (
+        failure_over(nodes[number].view(settings).unsound, host)
+        for number, host in sorted(firsts.items())
+    )
     default = Choice(
         name="default",
         settings=settings,
         rings=variables.rings,
         note=_note(unrated),
-        fails=_failure(cluster, nodes, settings),
+        fails=next(filter(None, failures), None),
     )
     return default, variables
-
-
-def _failure(cluster: Cluster, nodes: Sequence[ClassRates], settings: Settings) -> Failure | None:
-    """Return how NCCL fails over broken links of the first host of each class, if it does."""
-    firsts = {number: name for name, number in reversed(cluster.host_classes.items())}
-    failures = [
-        failure_over(node.view(settings).unsound, firsts[number])
-        for number, node in enumerate(nodes)
-        if number in firsts
-    ]
-    return next(filter(None, failures), None)
 
 
 def _on_rails(
@@ -571,14 +566,11 @@ def _on_rails(
     Variables include NCCL_CROSS_NIC=0 where only that connects, or is clearly faster.
     """
     default = failing(default, cluster, list(map(_default_channels, nodes)))
-    own = [[channels_on(node, node.default_rings(node.rated_default))] for node in nodes]
+    own = [channels_on(node, node.rated_default) for node in nodes]
     variables = failing(variables, cluster, own)
     railed = [node.kept.railed for node in nodes if node.kept.railed is not None]
     if len(railed) == len(nodes):
-        own = [
-            [channels_on(node, node.default_rings(choice))]
-            for node, choice in zip(nodes, railed, strict=True)
-        ]
+        own = list(map(channels_on, nodes, railed))
         stays = failing(_own_choice("variables", cluster, nodes, railed), cluster, own)
         rate = variables.rate_gbps or 0.0
         if stays.rate_gbps is not None and prefer(stays.rate_gbps, rate, less=False):
@@ -592,7 +584,7 @@ def _notices_of_rails(
     """Yield that default NCCL fails on one host fewer, where it runs on all."""
     if cluster.rails == "any" or default.fails or len(cluster.hosts) < 3:
         return
-    fewer = msgspec.structs.replace(cluster, hosts=cluster.hosts[:-1])
+    fewer = replace(cluster, hosts=cluster.hosts[:-1])
     if failing(default, fewer, list(map(_default_channels, nodes))).fails:
         count = len(fewer.hosts)
         yield (
@@ -604,17 +596,13 @@ def _notices_of_rails(
 def _default_channels(node: ClassRates) -> list[HostChannels]:
     """Return the channels of default NCCL on a host of a class, or of each part that it cuts."""
     if node.default.rate_gbps is not None:
-        return [channels_on(node, node.default_rings(node.default))]
-    topo = node.view(node.kept.default_settings)
-    views = [
-        view(topo.machine, topo.knowledge, topo.settings, gpus=tuple(map(index_of, part)))
-        for part in sorted(topo.parts, key=lambda part: min(map(index_of, part)))
-    ]
-    own = [default_rings(part, nodes=2) for part in views]
-    return [
-        default_channels(part, choice.chains, choice.cross_nic)
-        for part, choice in zip(views, own, strict=True)
-    ]
+        return channels_on(node, node.default)
+    topo, channels = node.view(node.kept.default_settings), list[HostChannels]()
+    for gpus in sorted(tuple(sorted(map(index_of, part))) for part in topo.parts):
+        part = view(topo.machine, topo.knowledge, topo.settings, gpus=gpus)
+        own = default_rings(part, nodes=2)
+        channels.append(default_channels(part, own.chains, own.cross_nic))
+    return channels
 
 
 def _own_choice(
@@ -629,7 +617,7 @@ def _own_choice(
         rate = min(rate, uplink_limit(cluster.switches, cluster.names))
     settings = nodes[0].kept.default_settings
     for default in defaults:
-        settings = msgspec.structs.replace(
+        settings = replace(
             settings,
             p2p_level=default.settings.p2p_level or settings.p2p_level,
             net_disable_intra=default.settings.net_disable_intra or settings.net_disable_intra,
@@ -641,7 +629,9 @@ def _own_choice(
     first, count = 0, min(len(rings.chains) for rings in own)
     for number, host in enumerate(cluster.hosts):
         at = {gpu: first + slot for slot, gpu in enumerate(nodes[host.node_class].gpus)}
-        chains = _chains_on(own[host.node_class], number, count)
+        rings = own[host.node_class]
+        swapped = swaps_pairs(rings.cross_nic, number, count)
+        chains = (rings.chains[channel ^ swapped] for channel in range(count))
         ranks.append([[at[gpu] for gpu in own_chain.gpus] for own_chain in chains])
         first += host.slots
     return Choice(
@@ -658,12 +648,6 @@ def _own_choice(
 
 def _note(choices: Iterable[Choice]) -> str:
     return next((choice.note for choice in choices if choice.note), "")
-
-
-def _chains_on(default: DefaultRings, number: int, count: int) -> list[DefaultChain]:
-    """Return NCCL's own chains of `count` channels on a host by its number in rank order."""
-    swapped = swaps_pairs(default.cross_nic, number, count)
-    return [default.chains[channel ^ swapped] for channel in range(count)]
 
 
 def _notices(cluster: Cluster, best: Candidate, nodes: Sequence[ClassRates]) -> Iterator[str]:
