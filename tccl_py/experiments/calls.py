@@ -64,6 +64,10 @@ _WAKE_S = 0.5
 _PROBED = 3
 
 Call = Callable[..., Any]
+_WARM_UPS = 2
+_MOST_GEMMS = 10_000
+Together = Callable[[Sequence[Call]], tuple[float, ...]]
+"""Begins calls at the same time, and returns the seconds of each."""
 
 
 def run_checks(communicator: Communicator, result: JobResult) -> JobResult:
@@ -364,13 +368,6 @@ def capture_graph(communicator: Communicator, calls: Call, *, stream: Any = None
         communicator.wait()
         # The group cannot be destroyed while a graph holds its work.
         graph.reset()
-
-
-_WARM_UPS = 2
-_MOST_GEMMS = 10_000
-
-Together = Callable[[Sequence[Call]], tuple[float, ...]]
-"""Begins calls at the same time, and returns the seconds of each."""
 
 
 def run_beside(

@@ -43,6 +43,22 @@ FALSE_RATE = 0.05
 LEAST_ROUNDS = 6
 """Fewer rounds have no 95 % interval."""
 MAX_ROUNDS = 40
+FEW_SIZES = (16 << 10, 256 << 10, 1 << 20, 64 << 20, 256 << 20)
+"""Sizes of the sweep's jobs and, except the largest, of smaller communicators."""
+_TRANSFERS: tuple[Collective, ...] = ("send_recv", "all_to_all")
+_OF_ALL: tuple[Collective, ...] = ("all_gather", "reduce_scatter")
+_TRANSFER_SIZES = (64 << 10, 1 << 20, 64 << 20)
+"""Sizes of transfers between pairs: small FIFOs slow them alike from 16 MiB up."""
+_PAIRS_BYTES = 64 << 20
+_LARGEST_DRY, _DRY_SECONDS = 4 << 20, 30.0
+"""The largest size of a dry run: 1 GiB takes a second a call there; and its seconds."""
+_CONCURRENT = 4
+_CONCURRENT_BYTES = 4 << 30
+"""Limit of the buffers of concurrent jobs on a device, which may have few GiB."""
+_EXTRA = 4
+"""Factor on the number of rounds where a verdict is open and time is left."""
+_NARROW = 1 << 20
+"""From this size on ratios have to be known to 1 %; smaller calls take microseconds."""
 
 
 class Compared(Interval, frozen=True, kw_only=True):
@@ -236,24 +252,6 @@ def row_seconds(jobs: Iterable[Outcome]) -> dict[Row, tuple[float, ...]]:
             if medians:
                 seconds.setdefault(ranks[0].row, []).append(max(medians))
     return {row: tuple(medians) for row, medians in seconds.items()}
-
-
-FEW_SIZES = (16 << 10, 256 << 10, 1 << 20, 64 << 20, 256 << 20)
-"""Sizes of the sweep's jobs and, except the largest, of smaller communicators."""
-_TRANSFERS: tuple[Collective, ...] = ("send_recv", "all_to_all")
-_OF_ALL: tuple[Collective, ...] = ("all_gather", "reduce_scatter")
-_TRANSFER_SIZES = (64 << 10, 1 << 20, 64 << 20)
-"""Sizes of transfers between pairs: small FIFOs slow them alike from 16 MiB up."""
-_PAIRS_BYTES = 64 << 20
-_LARGEST_DRY, _DRY_SECONDS = 4 << 20, 30.0
-"""The largest size of a dry run: 1 GiB takes a second a call there; and its seconds."""
-_CONCURRENT = 4
-_CONCURRENT_BYTES = 4 << 30
-"""Limit of the buffers of concurrent jobs on a device, which may have few GiB."""
-_EXTRA = 4
-"""Factor on the number of rounds where a verdict is open and time is left."""
-_NARROW = 1 << 20
-"""From this size on ratios have to be known to 1 %; smaller calls take microseconds."""
 
 
 class RunBudget(msgspec.Struct, frozen=True, kw_only=True):

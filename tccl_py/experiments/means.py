@@ -59,6 +59,17 @@ _APART, _POSTED, _FULL = 64, 1, 2
 
 Ends = tuple[Sequence[int], Sequence[int]]
 """The ranks that this rank sends to, and those that it receives from."""
+NCCL = "nccl"
+HANGS = "hangs:"
+ROW_S = 20.0
+"""Seconds after which a row hangs: its calls take a second at most."""
+_MOST_CALLS, _MOST_BYTES = 200, 128 * MIB
+"""Calls that follow each other in a batch, GRAPH_CALLS in a CUDA graph, and their bytes."""
+_DRY_CALLS = 3
+"""In a dry run, where each takes milliseconds."""
+_WIDTH = 4096
+_REDUCES: tuple[Collective, ...] = ("all_reduce",)
+_MOVES: tuple[Collective, ...] = ("send", "send_recv", "all_gather")
 
 
 class Copies:
@@ -179,16 +190,6 @@ def _check(code: Any, what: str) -> None:
         raise MeasurementError(f"{what} gives CUDA error {int(code)}")
 
 
-NCCL = "nccl"
-HANGS = "hangs:"
-ROW_S = 20.0
-"""Seconds after which a row hangs: its calls take a second at most."""
-_MOST_CALLS, _MOST_BYTES = 200, 128 * MIB
-"""Calls that follow each other in a batch, GRAPH_CALLS in a CUDA graph, and their bytes."""
-_DRY_CALLS = 3
-"""In a dry run, where each takes milliseconds."""
-
-
 def calls_in_batch(row: Row) -> int:
     """Return the calls of a row that follow each other in a batch.
 
@@ -246,9 +247,6 @@ class Job:
         )  # fmt: skip
         pattern = module.AllReduceFusionPattern.kAllReduce
         return partial(module.allreduce_fusion, workspace=workspace, pattern=pattern)
-
-
-_WIDTH = 4096
 
 
 def _import_installed(name: str) -> Any:
@@ -380,8 +378,6 @@ def _flashinfer(job: Job, task: Task) -> Sequence[Call] | None:
     return None if task.length % _WIDTH else made
 
 
-_REDUCES: tuple[Collective, ...] = ("all_reduce",)
-_MOVES: tuple[Collective, ...] = ("send", "send_recv", "all_gather")
 MEANS: dict[str, Means] = {
     NCCL: Means((*_REDUCES, *_MOVES), _nccl, p2p=False),
     "one-shot": Means(_REDUCES, _one_shot),

@@ -50,6 +50,10 @@ AS_GOOD = 0.02
 _LARGEST_DRY = MIB
 
 Span = tuple[float, float]
+_LARGEST = {"tensor-parallel-decode": ("all_reduce", 1 << 20), "pipeline": ("send", 256 << 20)}
+"""What bundled workloads are about: a collective of 4 KiB up to so many bytes."""
+Line = tuple[str, str]
+_WORDS = {NCCL: "default NCCL"}
 
 
 def _words(row: Row) -> str:
@@ -302,12 +306,6 @@ def _workloads(rows: Sequence[MeansRow], world: int) -> Iterator[tuple[str, dict
                 steps[means] = sum(each)
         if steps:
             yield name, steps
-
-
-_LARGEST = {"tensor-parallel-decode": ("all_reduce", 1 << 20), "pipeline": ("send", 256 << 20)}
-"""What bundled workloads are about: a collective of 4 KiB up to so many bytes."""
-Line = tuple[str, str]
-_WORDS = {NCCL: "default NCCL"}
 
 
 @cache

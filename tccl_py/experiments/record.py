@@ -36,6 +36,14 @@ WINS: dict[ChoiceName, str] = {
     "variables": "variables win",
     "graph": "the graph file wins",
 }
+_MOST_UNKNOWN = 0.1
+"""Share of a workload's bytes that may be without times."""
+_NEAR = 4
+"""A size is near another up to this factor: that between the usual sizes."""
+Curve = list[tuple[int, float]]
+"""Seconds of a call by bytes, ascending."""
+Curves = Mapping[tuple[str, int], Curve]
+"""Curves by collective and ranks of the communicator."""
 
 
 class ArmResult(Choice, frozen=True, kw_only=True):
@@ -335,18 +343,6 @@ def why_not_verified(directory: Path) -> str:
     if against := result.against(arm.name):
         why = f"was not accepted when it was verified: {against}"
     return "failed when it was verified" if arm.failure else why
-
-
-_MOST_UNKNOWN = 0.1
-"""Share of a workload's bytes that may be without times."""
-
-_NEAR = 4
-"""A size is near another up to this factor: that between the usual sizes."""
-
-Curve = list[tuple[int, float]]
-"""Seconds of a call by bytes, ascending."""
-Curves = Mapping[tuple[str, int], Curve]
-"""Curves by collective and ranks of the communicator."""
 
 
 class TradeOff(msgspec.Struct, frozen=True, kw_only=True):

@@ -75,6 +75,31 @@ SWEPT: Dtype = "bfloat16"
 """Elements of the sweep, whose predictions count."""
 
 NOTHING = Interval(middle=1.0, low=1.0, high=1.0)
+Jobs = Sequence[Sequence[RowTimes]]
+TUNER_VARIABLE = "NCCL_TUNER_PLUGIN"
+FURTHER = tuple(
+    name for name, facts in COLLECTIVES.items() if facts.algorithms and name != "all_reduce"
+)
+_MOST_SUBSETS = 3
+"""Smaller sets of GPUs that are measured: pairs and halves, one of each kind."""
+SIZE_SECONDS, _SUBSET_SECONDS = 300.0, 90.0
+"""No fresh jobs start later: of all-reduce, of the other collectives, and of a smaller set."""
+ALL_SIZES = tuple(KIB << shift for shift in range(21))
+"""1 KiB to 1 GiB in powers of two."""
+_DENSE_SIZES = (*ALL_SIZES, *(math.isqrt(low * high) for low, high in pairwise(ALL_SIZES)))
+"""The same, and sizes half-way between them."""
+_SPOT: Dtype = "float32"
+_NOISY = 512 * KIB
+_ROUNDS = {_NOISY: (12, 16), GRAPHED_BYTES: (FINAL_ROUNDS, 8), math.inf: (10, 5)}
+"""Rounds up to a size in bytes, in the sweep and in a fresh job. Without P2P, CUDA graphs of the
+same calls differed by 8 % at 16 KiB, 3 % at 512 KiB, and less above (two H200). Up to _NOISY bytes
+a choice was 28 % faster in all graphs of one process, and no faster in ten others."""
+_AGAIN_JOBS, _AGAIN_ROUNDS = 12, 6
+_START_S = 60.0
+"""Time for the start of a job's ranks and its first collectives."""
+_REFUSED = "the plugin refused it, as TCCL_DEBUG=1 would tell"
+EqualSets = dict[tuple[int, ...], set[tuple[int, ...]]]
+"""The sets of GPUs that equal each measured set, itself included."""
 
 
 class SizeRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -149,9 +174,6 @@ class SizeTuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 def read_tunings(text: str, where: str) -> tuple[SizeTuning, ...]:
     """Read tunings from JSON. Raises InputError: the text is something else."""
     return decode_json(text, tuple[SizeTuning, ...], where=where, name="tuning")
-
-
-Jobs = Sequence[Sequence[RowTimes]]
 
 
 def predict(sweep: Sequence[RowTimes], jobs: Jobs = ()) -> list[SizeRow]:
@@ -302,33 +324,6 @@ def _entry(series: Sequence[RowTimes], run: Sequence[RowTimes], choice: TunerCho
         to_bytes=ends[1],
         **asdict(choice),
     )
-
-
-TUNER_VARIABLE = "NCCL_TUNER_PLUGIN"
-FURTHER = tuple(
-    name for name, facts in COLLECTIVES.items() if facts.algorithms and name != "all_reduce"
-)
-_MOST_SUBSETS = 3
-"""Smaller sets of GPUs that are measured: pairs and halves, one of each kind."""
-SIZE_SECONDS, _SUBSET_SECONDS = 300.0, 90.0
-"""No fresh jobs start later: of all-reduce, of the other collectives, and of a smaller set."""
-ALL_SIZES = tuple(KIB << shift for shift in range(21))
-"""1 KiB to 1 GiB in powers of two."""
-_DENSE_SIZES = (*ALL_SIZES, *(math.isqrt(low * high) for low, high in pairwise(ALL_SIZES)))
-"""The same, and sizes half-way between them."""
-_SPOT: Dtype = "float32"
-_NOISY = 512 * KIB
-_ROUNDS = {_NOISY: (12, 16), GRAPHED_BYTES: (FINAL_ROUNDS, 8), math.inf: (10, 5)}
-"""Rounds up to a size in bytes, in the sweep and in a fresh job. Without P2P, CUDA graphs of the
-same calls differed by 8 % at 16 KiB, 3 % at 512 KiB, and less above (two H200). Up to _NOISY bytes
-a choice was 28 % faster in all graphs of one process, and no faster in ten others."""
-_AGAIN_JOBS, _AGAIN_ROUNDS = 12, 6
-_START_S = 60.0
-"""Time for the start of a job's ranks and its first collectives."""
-_REFUSED = "the plugin refused it, as TCCL_DEBUG=1 would tell"
-
-EqualSets = dict[tuple[int, ...], set[tuple[int, ...]]]
-"""The sets of GPUs that equal each measured set, itself included."""
 
 
 def load_sizes(directory: Path) -> tuple[SizeTuning, ...]:

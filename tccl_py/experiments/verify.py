@@ -48,6 +48,20 @@ _equal = partial(math.isclose, rel_tol=5e-3)
 """Losses and gradients of a few training steps: sums in another order differ by rounding."""
 Interrupted = Callable[[Verification], object]
 """Gets the comparison of the complete rounds where an interruption ends a verification."""
+SWEEP_SECONDS = 105.0
+COMPARISON_SECONDS = 150.0
+"""For each comparison, before the sweep and after it."""
+WHOLE_SECONDS = 480.0
+"""With the first comparison: a second one after the sweep runs only if it will end by then."""
+ATTEMPTS = 2
+"""Comparisons after the sweep: of the best settings, and of the best with other channels if those
+harm a training step or a size, about which one job says little."""
+_LEAST = 0.9
+"""Candidates with a smaller worst ratio are dropped: jobs of small messages differ by a fifth, and
+a candidate has one job."""
+Candidate = tuple[ChoiceName, Settings]
+Stage = Callable[[Settings], Iterator[Settings]]
+"""Returns the settings to try, from the best so far."""
 
 
 def verify_target(
@@ -257,23 +271,6 @@ def _wrong_training(baseline: Sequence[Outcome], jobs: Sequence[Outcome]) -> Ite
                     what = f"loss and gradients {times.trained} instead of {before}"
                     case = f"training step, {times.row.mode}"
                     yield WrongValue(case=case, rank=rank.rank, what=what)
-
-
-SWEEP_SECONDS = 105.0
-COMPARISON_SECONDS = 150.0
-"""For each comparison, before the sweep and after it."""
-WHOLE_SECONDS = 480.0
-"""With the first comparison: a second one after the sweep runs only if it will end by then."""
-ATTEMPTS = 2
-"""Comparisons after the sweep: of the best settings, and of the best with other channels if those
-harm a training step or a size, about which one job says little."""
-_LEAST = 0.9
-"""Candidates with a smaller worst ratio are dropped: jobs of small messages differ by a fifth, and
-a candidate has one job."""
-
-Candidate = tuple[ChoiceName, Settings]
-Stage = Callable[[Settings], Iterator[Settings]]
-"""Returns the settings to try, from the best so far."""
 
 
 def run_tuning(

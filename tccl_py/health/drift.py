@@ -63,6 +63,29 @@ _FLOOR = 0.001**2
 """The smallest variance of a log rate: timers have steps."""
 _MANY = 1e6
 """Degrees of freedom for equal spreads of all flows."""
+_EVEN = 0.1
+"""Changes whose ratios differ by no more than this share are equal."""
+_NEARLY_ALL = 0.8
+_NAMED = 3
+_FASTER = (
+    "higher clocks, or the end of what slowed the machine when the plan was measured: all that "
+    "changed became faster; plan again"
+)
+_EVERYTHING = (
+    "clocks, a power limit, heat, or other work on this machine (`tccl doctor`, "
+    "nvidia-smi -q -d PERFORMANCE): nearly everything changed alike"
+)
+_DOWNTRAINED, _HOT = " (downtrained?)", " (its clocks, power limit or heat?)"
+_SEVERAL = "more than one cause: no single link or memory explains all changes"
+ROUNDS = 3
+"""Measurements of each set, interleaved with the other sets to show the spread over time."""
+CONFIRMATIONS = 2
+"""Measurements that have to confirm a change before it is reported."""
+_FOR_FIRST, _FOR_ROUNDS = 0.3, 0.75
+"""Shares of the time at which the first round, and all rounds, have to end."""
+_TIMES_EACH_GPU = 3
+"""Small sets for each GPU, enough to distinguish a slow GPU from a slow pair."""
+Journal = Mapping[TransferSet, Sequence[Measurement]]
 
 
 class Spread(msgspec.Struct, frozen=True, kw_only=True):
@@ -200,22 +223,6 @@ def _chance(before: Sequence[float], after: Sequence[float], spread: Spread) -> 
     return float(min(1.0, tails.sum()))
 
 
-_EVEN = 0.1
-"""Changes whose ratios differ by no more than this share are equal."""
-_NEARLY_ALL = 0.8
-_NAMED = 3
-_FASTER = (
-    "higher clocks, or the end of what slowed the machine when the plan was measured: all that "
-    "changed became faster; plan again"
-)
-_EVERYTHING = (
-    "clocks, a power limit, heat, or other work on this machine (`tccl doctor`, "
-    "nvidia-smi -q -d PERFORMANCE): nearly everything changed alike"
-)
-_DOWNTRAINED, _HOT = " (downtrained?)", " (its clocks, power limit or heat?)"
-_SEVERAL = "more than one cause: no single link or memory explains all changes"
-
-
 class Suspect(NamedTuple):
     """A part on a flow's path, in words; of suspects alike those of the lowest `rank` are named.
 
@@ -295,18 +302,6 @@ def gpus_of(transfers: TransferSet) -> set[int]:
     """Return the indices of the GPUs at the ends of a set's flows."""
     ends = (place for flow in transfers.flows for place in (flow.source, flow.destination))
     return {place.index for place in ends if place.kind == "G"}
-
-
-ROUNDS = 3
-"""Measurements of each set, interleaved with the other sets to show the spread over time."""
-CONFIRMATIONS = 2
-"""Measurements that have to confirm a change before it is reported."""
-_FOR_FIRST, _FOR_ROUNDS = 0.3, 0.75
-"""Shares of the time at which the first round, and all rounds, have to end."""
-_TIMES_EACH_GPU = 3
-"""Small sets for each GPU, enough to distinguish a slow GPU from a slow pair."""
-
-Journal = Mapping[TransferSet, Sequence[Measurement]]
 
 
 class Effort(msgspec.Struct, frozen=True, kw_only=True):

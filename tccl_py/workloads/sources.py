@@ -45,6 +45,21 @@ _WINDOW = 1 << 18
 """Calls after an anchor in which a step has to repeat."""
 _NEARLY = 0.95
 """Of the longest run: a shorter step with such a run is preferred."""
+Ints = NDArray[np.uint32]
+Calls = Mapping[Op, float]
+Numbers = Mapping[RecordedRank, int]
+"""Of ranks in the job."""
+_HOW = "record with NCCL_DEBUG=INFO and NCCL_DEBUG_SUBSYS=INIT,COLL, or by `tccl run --record`"
+_NO_CALLS = f"`tccl advise FILE` says what a log has; {_HOW}"
+Key = tuple[Any, ...]
+"""Collective, dtype and bytes."""
+MAX_FILES = 1 << 16
+_HEAD = 1 << 16
+_LOGS, _TRACES = "NCCL's logs", "PyTorch's profiler"
+_WORKLOAD = "a workload"
+_OF_TRACES = (b'"traceEvents"', b'"schemaVersion"', b'"deviceProperties"', b'"distributedInfo"')
+"""Keys with which a trace begins. Any other object is taken for a workload."""
+_READERS = {_LOGS: read_nccl_logs, _TRACES: read_torch_traces}
 
 
 class SteadyRun(NamedTuple):
@@ -118,12 +133,6 @@ def _prefix_matches(calls: list[int]) -> list[int]:
     return matches
 
 
-Ints = NDArray[np.uint32]
-Calls = Mapping[Op, float]
-Numbers = Mapping[RecordedRank, int]
-"""Of ranks in the job."""
-
-
 def workload_of(recording: Recording, *, name: str, source: str) -> Workload:
     """Return the workload of a recording (InputError where it is none, or misses ranks)."""
     where = recording.where
@@ -155,10 +164,6 @@ def workload_of(recording: Recording, *, name: str, source: str) -> Workload:
     return Workload(
         name=name, source=source, ranks=count, rows=rows, steps=steps, notices=tuple(notices)
     )
-
-
-_HOW = "record with NCCL_DEBUG=INFO and NCCL_DEBUG_SUBSYS=INIT,COLL, or by `tccl run --record`"
-_NO_CALLS = f"`tccl advise FILE` says what a log has; {_HOW}"
 
 
 def _number(
@@ -255,10 +260,6 @@ def _calls_of_steps(
     return steps, result
 
 
-Key = tuple[Any, ...]
-"""Collective, dtype and bytes."""
-
-
 def _rows(
     communicators: Sequence[RecordedCommunicator],
     by_rank: Mapping[int, Calls],
@@ -323,15 +324,6 @@ def _pack(totals: Mapping[Key, float]) -> tuple[WorkloadRow, ...]:
         for (collective, dtype, size, stream, calls), rows in packed.items()
         for _, groups in rows
     )
-
-
-MAX_FILES = 1 << 16
-_HEAD = 1 << 16
-_LOGS, _TRACES = "NCCL's logs", "PyTorch's profiler"
-_WORKLOAD = "a workload"
-_OF_TRACES = (b'"traceEvents"', b'"schemaVersion"', b'"deviceProperties"', b'"distributedInfo"')
-"""Keys with which a trace begins. Any other object is taken for a workload."""
-_READERS = {_LOGS: read_nccl_logs, _TRACES: read_torch_traces}
 
 
 def open_workload(names: Sequence[str], *, name: str = "", ranks: int = 8) -> Workload:

@@ -52,6 +52,8 @@ TIMES_RANKS = frozenset({"all_gather", "reduce_scatter", "all_to_all"})
 _Rank = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
 _Group = Annotated[tuple[_Rank, ...], Meta(min_length=2)]
 _Text = Annotated[str, Meta(max_length=2000)]
+_BUCKET = 25 << 20
+"""Bytes of a bucket of gradients, as PyTorch's DDP has them."""
 
 
 class WorkloadRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -119,10 +121,6 @@ def write_workload(workload: Workload, path: Path) -> None:
     """Write a workload, whole or not at all (InputError also where it could not be read)."""
     check_types(workload, where=str(path))
     write_named(path, encode_json(check_workload(workload, path)))
-
-
-_BUCKET = 25 << 20
-"""Bytes of a bucket of gradients, as PyTorch's DDP has them."""
 
 
 class _Shape(NamedTuple):
