@@ -155,10 +155,6 @@ class Launcher(msgspec.Struct, frozen=True, kw_only=True):
         host = replace(self.hosts[0], ranks=tuple(range(len(gpus))), gpus=gpus)
         return replace(self, hosts=(host,))
 
-    def with_name(self, name: str) -> Launcher:
-        """Return the launcher, whose words on the current work begin with a name."""
-        return replace(self, watch=lambda text: self.watch(f"{name}: {text}"))
-
     def run(self, arms: Sequence[Arm], spec: JobSpec) -> tuple[Outcome, ...]:
         """Run a job of each arm, all at once, with their timed batches interleaved."""
         meetings = self.runner.rendezvous(self.hosts[0].name, len(arms))

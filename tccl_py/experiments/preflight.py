@@ -11,7 +11,7 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import takewhile
 from pathlib import Path
 from typing import cast
@@ -88,7 +88,20 @@ class Preflight(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def problems(self) -> tuple[Problem, ...]:
         """Return all reasons to keep jobs off, faults of collectives first."""
-        found, drift = list(self._faults()), self.drift
+        found, drift, arm = list[Problem](), self.drift, self.arm
+        # 1. What is wrong in the job: a failure, wrong values, rings.
+        if arm is not None and arm.failure:
+            happened = "a rank failed or took too long"
+            found.append(Problem("collectives", arm.failure, "every rank finishes", happened))
+        wrong = arm.wrong if arm else ()
+        first = {value.rank: value for value in reversed(wrong)}
+        for rank, count in Counter(value.rank for value in wrong).most_common():
+            what = f"values of {first[rank].case}: {first[rank].what}"
+            measured = f"{count} wrong results"
+            found.append(Problem(what, self.places[rank], "no wrong result", measured))
+        rings = arm.log_rings.differences if arm and arm.log_rings else ()
+        found += [Problem("rings", "NCCL, by its log", "as planned", text) for text in rings]
+        # 2. Transfers that are lost, and bandwidths that fell.
         found += [
             Problem(f"transfers {transfers}", why, "measurable", "nothing")
             for transfers, why in drift.lost.items()
@@ -96,29 +109,16 @@ class Preflight(msgspec.Struct, frozen=True, kw_only=True):
         fell = (row for row in drift.changes if row.ratio < 1)
         rates = [(f"{row.name} in {row.transfers}", row.was_gbps, row.is_gbps) for row in fell]
         cause = drift.points_to if rates or drift.lost else ""
+        where = cause or (_UNEXPLAINED if drift.sets else _NOT_JUDGED)
         rates += [
             (f"{self.collective} of {size_text(row.bytes)}", row.expected_gbps or 0, row.gbps)
             for row in self.slower
         ]
-        for of, was, now in rates:
-            before, after = f"{was:.2f} GB/s", f"{now:.2f} GB/s"
-            where = cause or (_UNEXPLAINED if drift.sets else _NOT_JUDGED)
-            found.append(Problem(f"bandwidth of {of}", where, before, after))
+        found += [
+            Problem(f"bandwidth of {of}", where, f"{was:.2f} GB/s", f"{now:.2f} GB/s")
+            for of, was, now in rates
+        ]
         return tuple(found)
-
-    def _faults(self) -> Iterator[Problem]:
-        """Yield what is wrong in the job: a failure, wrong values, rings."""
-        if self.arm is None:
-            return
-        if self.arm.failure:
-            happened = "a rank failed or took too long"
-            yield Problem("collectives", self.arm.failure, "every rank finishes", happened)
-        first = {value.rank: value for value in reversed(self.arm.wrong)}
-        for rank, count in Counter(value.rank for value in self.arm.wrong).most_common():
-            what = f"values of {first[rank].case}: {first[rank].what}"
-            yield Problem(what, self.places[rank], "no wrong result", f"{count} wrong results")
-        for text in self.arm.log_rings.differences if self.arm.log_rings else ():
-            yield Problem("rings", "NCCL, by its log", "as planned", text)
 
     @property
     def ok(self) -> bool:
@@ -143,7 +143,9 @@ def check_collectives(
     budget = RunBudget(sizes=sizes, collectives=(collective,))
 
     def judge(budget: RunBudget) -> ArmResult:
-        arm = run_once(target, _limit(launcher, until), budget)
+        seconds = max((until - time.monotonic()) / 2, _LEAST_S)
+        limited = replace(launcher, timeout=min(seconds, launcher.timeout))
+        arm = run_once(target, limited, budget)
         if not (arm.rows and history):
             return arm
         earlier = [history[row.bytes] for row in arm.rows]
@@ -186,11 +188,6 @@ def _verified_rows(
     quick = takewhile(lambda row: statistics.median(row.seconds) <= _LONGEST_S, rows)
     short = list(quick) or rows[:1]
     return {row.bytes: row for row in [row for row in short if is_large(row.bytes)] or short[-1:]}
-
-
-def _limit(launcher: Launcher, until: float) -> Launcher:
-    seconds = max((until - time.monotonic()) / 2, _LEAST_S)
-    return replace(launcher, timeout=min(seconds, launcher.timeout))
 
 
 def measure_plan_again(

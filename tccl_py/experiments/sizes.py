@@ -526,7 +526,8 @@ def _fresh_jobs(
 
     Raises MeasurementError: a job failed, or its log lacks `log`.
     """
-    named = launcher.with_name(f"fresh jobs of {len(contests)} rows")
+    name = f"fresh jobs of {len(contests)} rows"
+    named = replace(launcher, watch=lambda text: launcher.watch(f"{name}: {text}"))
     rounds = Rounds(named, arms, JobSpec(rows=contests), needed=[arm.name for arm in arms])
     for count in rounds.repeat(least, max(least, most)) if contests else ():
         if not all(log in job.log for _, job in rounds.jobs):
