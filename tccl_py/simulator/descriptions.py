@@ -48,6 +48,15 @@ _DEVICE_CACHE_VENDORS = frozenset({"GenuineIntel"})  # Intel's DDIO
 _ALL = Traffic()
 
 
+class AssumedLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What holds for any machine: the content of `assumed.json`."""
+
+    executors: tuple[ExecutorLimit, ...]
+    """The limits of NCCL's blocks: a direct rate, and a FIFO's window for bounces."""
+    fifo_cache: FifoCache
+    """Of CPUs whose caches take the traffic of devices."""
+
+
 def _assume(parameter: str, scale: float = 1.0) -> Figure:
     return Figure(parameter=parameter, scale=scale, provenance="assumed")
 
@@ -59,6 +68,7 @@ def _share(name: str, at: Links, figure: Figure, counts: Traffic = _ALL) -> Capa
 def model_for(machine: Machine, knowledge: Knowledge | None = None) -> MachineModel:
     """Return a model of `machine` by data sheets and other machines: `assumed`, without rules."""
     intel = {node.vendor for node in machine.numa_nodes} & _DEVICE_CACHE_VENDORS
+    limits = msgspec.json.decode(_FILES.joinpath("assumed.json").read_bytes(), type=AssumedLimits)
     model = MachineModel(
         format_version=MODEL_VERSION,
         name=machine.name,
@@ -72,8 +82,8 @@ def model_for(machine: Machine, knowledge: Knowledge | None = None) -> MachineMo
             *_nics(machine),
             _host_memory(machine),
         ),
-        executors=_KERNEL_LIMITS,
-        fifo_cache=_FIFO_CACHE if intel else None,
+        executors=limits.executors,
+        fifo_cache=limits.fifo_cache if intel else None,
     )
     return check_model(model, where=machine.name)
 
@@ -166,47 +176,8 @@ def _host_memory(machine: Machine) -> Capacity:
     )
 
 
-# The limits of NCCL's blocks: a direct rate, and a FIFO's window for bounces.
-_KERNEL_LIMITS = (
-    ExecutorLimit(
-        name="blocks of a direct kernel",
-        executor="kernel",
-        path="direct",
-        over="pci",
-        per_block=_assume("pcie_kernel_block"),
-    ),
-    ExecutorLimit(
-        name="blocks of a direct kernel over NVLink",
-        executor="kernel",
-        path="direct",
-        over="nvlink",
-        per_block=_assume("kernel_block"),
-    ),
-    ExecutorLimit(
-        name="blocks of a bouncing kernel",
-        executor="kernel",
-        path="bounce",
-        per_block=_assume("fifo_block"),
-        latency_us=_assume("fifo_latency_us"),
-        ceiling=_assume("fifo_ceiling"),
-        sharpness=3.0,
-    ),
-    ExecutorLimit(
-        name="slots of a bounce by copy engines",
-        executor="copy_engine",
-        path="bounce",
-        per_block=_assume("pcie5_x16_one_way"),
-        latency_us=_assume("copy_engine_slot_us"),
-    ),
-)
-_FIFO_CACHE = FifoCache(
-    cache_mib=_assume("fifo_cache_mib"),
-    write=_assume("fifo_in_cache"),
-    read=_assume("fifo_in_cache"),
-)
-
-
-_MODELS = resources.files("tccl_py.simulator").joinpath("machines")
+_FILES = resources.files("tccl_py.simulator")
+_MODELS = _FILES.joinpath("machines")
 _SUFFIX = ".json"
 _FORMS = "give a machine or model as JSON, an NCCL topology XML, or `nvidia-smi topo -m`"
 
