@@ -179,7 +179,7 @@ def test_a_caller_without_the_word_is_not_let_in(monkeypatch):
     invitation = msgspec.msgpack.decode(data, type=Endpoint)
     with contextlib.ExitStack() as stack:
         *silent, stranger, friend = (
-            stack.enter_context(socket.create_connection(("127.0.0.1", invitation.port)))
+            stack.enter_context(socket.create_connection(invitation.addresses[0]))
             for _ in range(60)
         )
         stranger.sendall(b"x" * 16)

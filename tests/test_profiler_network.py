@@ -230,7 +230,7 @@ def test_a_link_to_where_nobody_listens_is_named_with_both_ends(hosts):
     with socket.socket() as idle:
         idle.bind(("127.0.0.13", 0))
         port = idle.getsockname()[1]
-        end = Endpoint(addresses=("127.0.0.13",), port=port, token=b"x" * 16)
+        end = Endpoint(addresses=(("127.0.0.13", port),), token=b"x" * 16)
         with pytest.raises(LinkLost) as caught:
             step(hosts.pools["h0"], "connect", {Link("h0.N0", "h7.N3", 2): end})
     assert "cannot be reached from" in str(caught.value)
@@ -246,7 +246,7 @@ def test_a_sender_that_never_comes_is_named_and_no_port_stays_open(hosts):
     assert "link 0 from h9.N0" in str(caught.value)
     assert time.monotonic() - begun > 0.4
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection((end.addresses[0], end.port), timeout=50)
+        socket.create_connection(end.addresses[0], timeout=50)
     assert readings(hosts, HOST_TO_HOST)
 
 
@@ -255,7 +255,7 @@ def test_strangers_are_not_taken_for_a_link_and_keep_it_not_waiting(hosts):
     end = step(hosts.pools["h1"], "listen", [link])[link]
     with contextlib.ExitStack() as stack:
         stranger, *_ = (
-            stack.enter_context(socket.create_connection((end.addresses[0], end.port), timeout=50))
+            stack.enter_context(socket.create_connection(end.addresses[0], timeout=50))
             for _ in range(30)
         )
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
@@ -272,10 +272,8 @@ class Relay:
 
     def __init__(self, end):
         self.listener = socket.create_server(("127.0.0.1", 0))
-        self.there = socket.create_connection((end.addresses[0], end.port))
-        self.end = Endpoint(
-            addresses=("127.0.0.1",), port=self.listener.getsockname()[1], token=end.token
-        )
+        self.there = socket.create_connection(end.addresses[0])
+        self.end = Endpoint(addresses=(self.listener.getsockname(),), token=end.token)
         self.stalled, self.carried = False, 0
         self.thread = threading.Thread(target=self._carry)
         self.thread.start()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import secrets
 import selectors
 import socket
@@ -16,7 +15,6 @@ from tccl_py.errors import limit_reached
 BACKLOG = 4096  # connections that wait to be accepted; the kernel may allow less
 TOKEN_BYTES = 16
 _LOOK_S = 0.05
-_PORTS = 20  # tried where one is taken at a later address
 _MOST_STRANGERS = 64
 
 Caller = TypeVar("Caller")
@@ -29,23 +27,15 @@ def tokens_for(callers: Iterable[Caller]) -> dict[bytes, Caller]:
 
 @contextlib.contextmanager
 def listening(addresses: Sequence[str]) -> Iterator[list[socket.socket]]:
-    """Listen on these addresses of this host alone, on one port of all."""
-    for remaining in reversed(range(_PORTS)):
-        with contextlib.ExitStack() as stack:
-            listeners: list[socket.socket] = []
-            try:
-                for address in dict.fromkeys(addresses):
-                    where = (address, listeners[0].getsockname()[1] if listeners else 0)
-                    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-                    listener = socket.create_server(where, family=family, backlog=BACKLOG)
-                    listeners.append(stack.enter_context(listener))
-            except OSError as error:
-                if error.errno == errno.EADDRINUSE and remaining:
-                    # The first address's port belongs to another program at a later address.
-                    continue
-                raise
-            yield listeners
-            return
+    """Listen on these addresses of this host alone, on a free port of each."""
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(listen(address)) for address in dict.fromkeys(addresses)]
+
+
+def listen(address: str) -> socket.socket:
+    """Return a socket that listens on a free port of this address alone."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family, backlog=BACKLOG)
 
 
 def accept_callers(

@@ -82,10 +82,9 @@ class Pinged(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Addresses of the host that awaits a connection, and the token that identifies the caller."""
+    """Addresses and ports that await a connection, and the token that identifies the caller."""
 
-    addresses: tuple[str, ...]
-    port: int
+    addresses: tuple[tuple[str, int], ...]
     token: bytes
 
 

@@ -70,7 +70,7 @@ class Communicators:
         for link in links:
             self._drop(link)
             self._ids[link] = library.unique_id()
-        return tuple(Endpoint(addresses=(), port=0, token=self._ids[link]) for link in links)
+        return tuple(Endpoint(addresses=(), token=self._ids[link]) for link in links)
 
     def connect(self, ends: Mapping[Link, Endpoint], limit_s: float) -> None:
         """Begin to be the sender of a link; `usable` waits for it."""

@@ -223,50 +223,7 @@ def _environment(variables: Mapping[str, str]) -> dict[str, str]:
     return child_environment({**environment, **variables})
 
 
-# Host memory, and the pool
-
-
-class HostBuffers:
-    """Host memory for FIFOs: a segment per space, made on demand on its node (`numa_ids`)."""
-
-    def __init__(self, numa_ids: Mapping[str, int | None]) -> None:
-        self._numa_ids = dict(numa_ids)
-        self._segments: dict[str, Segment] = {}
-
-    def ensure(self, space: str, size: int, share: Callable[[Share, Sequence[int]], None]) -> None:
-        """Have `size` bytes in a space; `share` tells the workers of new memory."""
-        old = self._segments.get(space)
-        if old is not None and old.size >= size:
-            return
-        if space not in self._numa_ids:
-            nodes = ", ".join(self._numa_ids)
-            raise MeasurementError(f"{space} is no NUMA node of this machine; there are {nodes}")
-        capacity = max(_SMALLEST, 1 << (size - 1).bit_length())
-        new = create_segment(capacity, numa_id=self._numa_ids[space], label=space)
-        try:
-            share(Share(space=space), (new.fd,))
-        except BaseException:
-            new.close()
-            raise
-        self._segments[space] = new
-        if old is not None:
-            old.close()
-
-    def clear(self, space: str, repeats: int) -> None:
-        """Set the counters of a space's first repeats to 0."""
-        self._segments[space].array(np.uint64, 0, _COUNTERS_BYTES // 8 * repeats)[:] = 0
-
-    def release_waiters(self, repeat: int) -> None:
-        """Set all counters of a repeat so high that no copy waits for them any more."""
-        for segment in self._segments.values():
-            counters = segment.array(np.uint64, repeat * _COUNTERS_BYTES, _COUNTERS_BYTES // 8)
-            counters[:] = 1 << 62
-
-    def close(self) -> None:
-        """Give all memory back."""
-        for segment in self._segments.values():
-            segment.close()
-        self._segments = {}
+# The pool
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
@@ -299,7 +256,8 @@ class Pool:
         self._backend = backend
         self._specs = tuple(devices)
         self.slots = {spec.device: slot for slot, spec in enumerate(devices)}
-        self.host = HostBuffers(numa_ids)
+        self._numa_ids = dict(numa_ids)
+        self._segments: dict[str, Segment] = {}  # host memory for FIFOs, made on demand
         self._memory = memory or Memory()
         self.timeouts = timeouts or Timeouts()
         self.workers = Workers(self.timeouts)
@@ -389,7 +347,9 @@ class Pool:
         try:
             self.workers.end(_BROKEN_STOP_S if hurry else self.timeouts.stop_s)
         finally:
-            self.host.close()
+            for segment in self._segments.values():
+                segment.close()
+            self._segments = {}
             if self.control is not None:
                 self.control.close()
                 self.control = None
@@ -455,9 +415,35 @@ class Pool:
                 )
         for space, size in program.space_bytes.items():
             if place_named(space).kind == "C":
-                self.host.ensure(space, size, self._share)
-                self.host.clear(space, repeats)
+                self._have_host_memory(space, size)
+                words = _COUNTERS_BYTES // 8 * repeats
+                self._segments[space].array(np.uint64, 0, words)[:] = 0
         control.clear()
+
+    def _have_host_memory(self, space: str, size: int) -> None:
+        """Have so many bytes of host memory on the NUMA node of a space."""
+        old = self._segments.get(space)
+        if old is not None and old.size >= size:
+            return
+        if space not in self._numa_ids:
+            nodes = ", ".join(self._numa_ids)
+            raise MeasurementError(f"{space} is no NUMA node of this machine; there are {nodes}")
+        capacity = max(_SMALLEST, 1 << (size - 1).bit_length())
+        new = create_segment(capacity, numa_id=self._numa_ids[space], label=space)
+        try:
+            self._share(Share(space=space), (new.fd,))
+        except BaseException:
+            new.close()
+            raise
+        self._segments[space] = new
+        if old is not None:
+            old.close()
+
+    def release_waiters(self, repeat: int) -> None:
+        """Set all counters of a repeat so high that no copy waits for them any more."""
+        for segment in self._segments.values():
+            counters = segment.array(np.uint64, repeat * _COUNTERS_BYTES, _COUNTERS_BYTES // 8)
+            counters[:] = 1 << 62
 
     def _share(self, share: Share, fds: Sequence[int]) -> None:
         ready = [device for device in self.started if device != share.space]
@@ -600,7 +586,7 @@ class Execution:
 
             failure = "did not finish its copies"
             self._until(over, lasting_s + patience_s, failure)
-            self._pool.host.release_waiters(repeat)
+            self._pool.release_waiters(repeat)
             self._until(copied, patience_s, failure)
         return RunResult(
             records={device: view.copy() for device, view in views.items()},

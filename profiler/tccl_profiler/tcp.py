@@ -234,9 +234,9 @@ class NicLinks:
             self._listener.listen(BACKLOG)
         except OSError as error:
             raise MeasurementError(f"{self._device}: cannot listen: {error.strerror}") from error
-        port = self._listener.getsockname()[1]
-        self._expected, local = tokens_for(links), (self._address,)
-        return tuple(Endpoint(addresses=local, port=port, token=token) for token in self._expected)
+        self._expected = tokens_for(links)
+        local = ((self._address, self._listener.getsockname()[1]),)
+        return tuple(Endpoint(addresses=local, token=token) for token in self._expected)
 
     def accept(self, links: Sequence[Link], limit_s: float) -> None:
         """Wait until all awaited links have come."""
@@ -268,17 +268,16 @@ class NicLinks:
         for link in ends:
             self.drop(link)
         for link, end in ends.items():
-            sock = self._bound()
+            sock, (where,) = self._bound(), end.addresses
             try:
                 sock.settimeout(max(0.001, deadline - time.monotonic()))
-                sock.connect(_resolve(end.addresses[0], end.port)[1])
+                sock.connect(_resolve(*where)[1])
                 sock.sendall(end.token)
             except OSError as error:
                 sock.close()
                 why = error.strerror or "no answer in time"
                 raise LinkLost(
-                    f"{link}: {end.addresses[0]} port {end.port} cannot be reached from "
-                    f"{self.name}: {why}"
+                    f"{link}: {where[0]} port {where[1]} cannot be reached from {self.name}: {why}"
                 ) from error
             self._keep(link, sock)
 

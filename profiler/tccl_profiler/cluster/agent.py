@@ -21,7 +21,7 @@ from types import FrameType
 import msgspec
 
 from tccl_profiler import linux
-from tccl_profiler.callers import BACKLOG
+from tccl_profiler.callers import listen
 from tccl_profiler.cluster.facts import HostFacts, host_facts
 from tccl_profiler.messages import DeviceRequests, DeviceSpec, Endpoint, LinkStep, Pinged
 from tccl_profiler.pool import Pool, RunResult, RunSpec
@@ -295,10 +295,7 @@ class Agent(Server):
     def open_rendezvous(self, count: int, address: str) -> tuple[Rendezvous, ...]:
         """Open sockets at this address alone, where ranks of the next concurrent jobs meet."""
         self._close_listeners()
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._listeners = [
-            socket.create_server((address, 0), family=family, backlog=BACKLOG) for _ in range(count)
-        ]
+        self._listeners = [listen(address) for _ in range(count)]
         ports = [listener.getsockname()[1] for listener in self._listeners]
         return tuple(
             Rendezvous(address=address, port=port, prefix=secrets.token_hex()) for port in ports

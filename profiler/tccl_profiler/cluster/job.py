@@ -14,11 +14,12 @@ import resource
 import signal
 import socket
 import subprocess
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -35,6 +36,7 @@ from tccl_profiler.protocol import (
 )
 from tccl_py.children import child_environment, child_with_socket, search_path
 from tccl_py.errors import InputError, MeasurementError, SourceLostError, Terminated, raise_limit
+from tccl_py.launchers import rank_of
 from tccl_py.model.cluster import check_host_name
 
 CONTROLLER = 0
@@ -42,6 +44,8 @@ JOIN_S = 60.0  # time for ranks to arrive: the first has waited for the last to 
 NOT_USABLE = 2
 CONNECT_S = 20.0
 _SPARE_DESCRIPTORS = 256
+_TAG = 4211
+_FINALIZE_S = 30.0  # time for MPI to end: it waits for all ranks, and one may be missing
 _PROC = Path("/proc")
 _GOODBYE_S = 10.0  # time for agents to end their workers
 _LAST_WORDS_S = 0.1
@@ -64,23 +68,52 @@ def own_info() -> PeerInfo:
     return PeerInfo(host=socket.gethostname(), machine=machine)
 
 
-class Bootstrap(Protocol):
+class MpiBootstrap:
     """Carries bytes between all ranks of a job during the rendezvous."""
 
-    rank: int
-    size: int
+    def __init__(self, library: Any) -> None:
+        self._mpi, self._world = library, library.COMM_WORLD
+        self._leaving: list[Any] = []
+        self.rank: int = self._world.Get_rank()
+        self.size: int = self._world.Get_size()
 
-    def send(self, rank: int, data: bytes, /) -> None:
-        """Begin to send to a rank."""
+    def send(self, rank: int, data: bytes) -> None:
+        """Begin to send."""
+        self._leaving.append(self._world.isend(data, rank, _TAG))
 
-    def poll(self, rank: int, /) -> bytes | None:
+    def poll(self, rank: int) -> bytes | None:
         """Return the next message from a rank, if there is one."""
+        message = self._world.improbe(rank, _TAG)
+        # A message this small arrives as a whole.
+        return None if message is None else bytes(message.recv())
 
     def finish(self) -> None:
-        """End what carried the bytes; all ranks do."""
+        """End MPI; all ranks do."""
+        with limit_time(_FINALIZE_S, "MPI_Finalize"):
+            self._mpi.Request.waitall(self._leaving)
+            self._mpi.Finalize()
 
 
-def rendezvous(bootstrap: Bootstrap, *, join_s: float = JOIN_S) -> Job:
+@contextlib.contextmanager
+def limit_time(limit_s: float, call: str) -> Iterator[None]:
+    """End this process if MPI does not come back: every other wait here has a limit."""
+
+    def give_up() -> None:
+        if rank_of(os.environ) == "0":
+            text = f"tccl: this MPI job: {call} takes longer than {limit_s:g} s; see whether all "
+            os.write(2, f"{text}hosts are well, and start one tccl command on each\n".encode())
+        os._exit(NOT_USABLE)
+
+    guard = threading.Timer(limit_s, give_up)
+    guard.daemon = True
+    guard.start()
+    try:
+        yield
+    finally:
+        guard.cancel()
+
+
+def rendezvous(bootstrap: MpiBootstrap, *, join_s: float = JOIN_S) -> Job:
     """Connect all ranks to the controller, return this rank's part; InputError for lost ranks."""
     if bootstrap.rank == CONTROLLER:
         job = _gather(bootstrap, join_s)
@@ -95,7 +128,7 @@ def rendezvous(bootstrap: Bootstrap, *, join_s: float = JOIN_S) -> Job:
     return job
 
 
-def _wait(bootstrap: Bootstrap, rank: int, until: float) -> bytes | None:
+def _wait(bootstrap: MpiBootstrap, rank: int, until: float) -> bytes | None:
     while time.monotonic() < until:
         data = bootstrap.poll(rank)
         if data is not None:
@@ -104,7 +137,7 @@ def _wait(bootstrap: Bootstrap, rank: int, until: float) -> bytes | None:
     return None
 
 
-def _gather(bootstrap: Bootstrap, join_s: float) -> Job:
+def _gather(bootstrap: MpiBootstrap, join_s: float) -> Job:
     peers = {CONTROLLER: own_info()}
     until = time.monotonic() + join_s
     for rank in range(1, bootstrap.size):
@@ -119,9 +152,10 @@ def _gather(bootstrap: Bootstrap, join_s: float) -> Job:
         raise_limit(resource.RLIMIT_NOFILE, 2 * bootstrap.size + _SPARE_DESCRIPTORS)
         local = addresses()
         with listening(local) as listeners:
-            port, tokens = listeners[0].getsockname()[1], tokens_for(range(1, bootstrap.size))
+            tokens = tokens_for(range(1, bootstrap.size))
+            where = tuple(listener.getsockname()[:2] for listener in listeners)
             for token, rank in tokens.items():
-                address = Endpoint(addresses=local, port=port, token=token)
+                address = Endpoint(addresses=where, token=token)
                 bootstrap.send(rank, msgspec.msgpack.encode(address))
             # Earlier messages may need this side's progress to arrive.
             arrive = functools.partial(bootstrap.poll, CONTROLLER)
@@ -136,14 +170,15 @@ def _gather(bootstrap: Bootstrap, join_s: float) -> Job:
 
 
 def _connect(address: Endpoint) -> socket.socket:
-    for host in address.addresses:
+    for where in address.addresses:
         with contextlib.suppress(OSError):
             # Each address gets its turn before the controller gives up.
             limit_s = CONNECT_S / (2 + len(address.addresses))
-            sock = socket.create_connection((host, address.port), limit_s)
+            sock = socket.create_connection(where, limit_s)
             sock.sendall(address.token)
             return sock
-    raise MeasurementError(f"the controller is not reached at {', '.join(address.addresses)}")
+    tried = ", ".join(host for host, _ in address.addresses)
+    raise MeasurementError(f"the controller is not reached at {tried}")
 
 
 def _connection(sock: socket.socket, peer: str) -> Connection:

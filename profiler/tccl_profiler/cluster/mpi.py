@@ -7,21 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from tccl_py.errors import InputError, TcclError, require
-from tccl_py.launchers import job_size, rank_of
+from tccl_py.launchers import job_size
 
 if TYPE_CHECKING:
-    from tccl_profiler.cluster.job import Job
+    from tccl_profiler.cluster.job import Job, MpiBootstrap
 
 NOT_USABLE = 2
-_TAG = 4211
 _INIT_S = 120.0
-_FINALIZE_S = 30.0
-"""Time for MPI to start and to end: it waits for all ranks, and one may be missing."""
+"""Time for MPI to start: it waits for all ranks, and one may be missing."""
 
 
 def serve_rank() -> int:
@@ -49,52 +46,9 @@ def mpi_job() -> Iterator[Job]:
         yield job
 
 
-class MpiBootstrap:
-    """Carries bytes between the ranks of the world during the rendezvous."""
-
-    def __init__(self, library: Any) -> None:
-        self._mpi, self._world = library, library.COMM_WORLD
-        self._leaving: list[Any] = []
-        self.rank: int = self._world.Get_rank()
-        self.size: int = self._world.Get_size()
-
-    def send(self, rank: int, data: bytes) -> None:
-        """Begin to send."""
-        self._leaving.append(self._world.isend(data, rank, _TAG))
-
-    def poll(self, rank: int) -> bytes | None:
-        """Return the next message from a rank, if there is one."""
-        message = self._world.improbe(rank, _TAG)
-        # A message this small arrives as a whole.
-        return None if message is None else bytes(message.recv())
-
-    def finish(self) -> None:
-        """End MPI; all ranks do."""
-        with _limit(_FINALIZE_S, "MPI_Finalize", os.environ):
-            self._mpi.Request.waitall(self._leaving)
-            self._mpi.Finalize()
-
-
-@contextlib.contextmanager
-def _limit(limit_s: float, call: str, environment: Mapping[str, str]) -> Iterator[None]:
-    """End this process if MPI does not come back: every other wait here has a limit."""
-
-    def give_up() -> None:
-        if rank_of(environment) == "0":
-            text = f"tccl: this MPI job: {call} takes longer than {limit_s:g} s; see whether all "
-            os.write(2, f"{text}hosts are well, and start one tccl command on each\n".encode())
-        os._exit(NOT_USABLE)
-
-    guard = threading.Timer(limit_s, give_up)
-    guard.daemon = True
-    guard.start()
-    try:
-        yield
-    finally:
-        guard.cancel()
-
-
 def _start() -> MpiBootstrap:
+    from tccl_profiler.cluster.job import MpiBootstrap, limit_time  # noqa: PLC0415 (as above)
+
     try:
         import mpi4py  # noqa: PLC0415
 
@@ -106,6 +60,6 @@ def _start() -> MpiBootstrap:
         fault = f"cannot load MPI ({' '.join(str(error).split())[:200]})"
         right = "`pip install mpi4py` beside the MPI that launched it"
         raise InputError("this MPI job", fault, right) from error
-    with _limit(_INIT_S, "MPI_Init", os.environ):
+    with limit_time(_INIT_S, "MPI_Init"):
         MPI.Init_thread(MPI.THREAD_FUNNELED)
     return MpiBootstrap(MPI)
