@@ -139,19 +139,13 @@ def _deny_p2p(machine: Machine, pair: tuple[int, int], *, virtual: bool) -> Iter
         yield "a virtual machine that does not say so has none"
     if len({generation(gpu) for gpu in gpus} - {""}) > 1:
         yield "GPUs of two generations have none"
-    for gpu in gpus:
-        yield from _line_without(gpu, machine)
-
-
-def _line_without(gpu: Gpu, machine: Machine) -> Iterator[str]:
-    """Yield why a card is taken to have no P2P over PCIe."""
-    card = card_of(gpu.name)
-    if gpu.gdr:
-        return  # The driver said GPU-direct RDMA, which GeForce lacks.
-    if card is not None or not has_gpu_direct(gpu.name):
-        if card is None or not card.p2p:
-            yield "GeForce has none over PCIe by the stock driver"
-    elif gpu.sm in _SHARED_SM and not gpu.name:
-        yield "GPUs without GPU-direct RDMA are taken for GeForce, which has none over PCIe"
-    elif not gpu.name and gpu.sm is None and not machine.nvlinks_unknown:
-        yield "the cards are not named"
+    # The driver said GPU-direct RDMA, which GeForce lacks.
+    for gpu in (gpu for gpu in gpus if not gpu.gdr):
+        card = card_of(gpu.name)
+        if card is not None or not has_gpu_direct(gpu.name):
+            if card is None or not card.p2p:
+                yield "GeForce has none over PCIe by the stock driver"
+        elif gpu.sm in _SHARED_SM and not gpu.name:
+            yield "GPUs without GPU-direct RDMA are taken for GeForce, which has none over PCIe"
+        elif not gpu.name and gpu.sm is None and not machine.nvlinks_unknown:
+            yield "the cards are not named"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from functools import cached_property
-from itertools import combinations, permutations
+from itertools import chain, combinations, permutations
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import msgspec
@@ -276,22 +276,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 def check(machine: Machine, *, where: str) -> Machine:
     """Return `machine` if its parts fit together (InputError)."""
-    _check_counts(machine, where)
-    bus_ids = [b.bus_id for b in machine.bridges] + [g.bus_id for g in machine.gpus]
-    for ids, kind in (([d.id for d in machine.devices], "device"), (bus_ids, "bus id")):
-        name, times = Counter(ids).most_common(1)[0]
-        require(times == 1, where, f"names {kind} {name} twice", "every name is used once")
-    _check_tree(machine, where)
-    ends = {d.id for d in machine.devices if not isinstance(d, PciBridge | Nic)}
-    right = "both ends are GPUs, NVLink switches or CPUs of this machine, and differ"
-    for nvlink in machine.nvlinks:
-        pair = {nvlink.source, nvlink.target}
-        fault = f"an NVLink joins {nvlink.source} and {nvlink.target}"
-        require(pair <= ends and len(pair) == 2, where, fault, right)
-    return machine
-
-
-def _check_counts(machine: Machine, where: str) -> None:
+    # 1. Counts.
     check_version(machine.format_version, FORMAT_VERSION, where)
     count, right = len(machine.gpus), f"at most {MAX_GPUS} fit a node"
     require(count <= MAX_GPUS, where, f"has {count} GPUs", right)
@@ -301,20 +286,31 @@ def _check_counts(machine: Machine, where: str) -> None:
     require(min(indices) >= 0, where, "has a negative device index", "indices count from 0")
     fault, right = f"has device index {max(indices)}", f"at most {MAX_INDEX} has a name in flows"
     require(max(indices) <= MAX_INDEX, where, fault, right)
-
-
-def _check_tree(machine: Machine, where: str) -> None:
+    # 2. Names.
+    bus_ids = [b.bus_id for b in machine.bridges] + [g.bus_id for g in machine.gpus]
+    for ids, kind in (([d.id for d in machine.devices], "device"), (bus_ids, "bus id")):
+        name, times = Counter(ids).most_common(1)[0]
+        require(times == 1, where, f"names {kind} {name} twice", "every name is used once")
+    # 3. The tree.
     inner = {n.id for n in machine.numa_nodes} | {b.id for b in machine.bridges}
-    right = "parents are bridges or NUMA nodes"
     for device, parent in machine.parents.items():
-        require(parent in inner, where, f"{device} hangs from unknown {parent}", right)
-    right = "every branch ends at a CPU"
+        fault = f"{device} hangs from unknown {parent}"
+        require(parent in inner, where, fault, "parents are bridges or NUMA nodes")
     for device in machine.parents:
         visited, at = {device}, device
         while at in machine.parents:
             at = machine.parents[at]
-            require(at not in visited, where, f"the PCI tree turns in a circle at {at}", right)
+            fault = f"the PCI tree turns in a circle at {at}"
+            require(at not in visited, where, fault, "every branch ends at a CPU")
             visited.add(at)
+    # 4. NVLinks.
+    ends = {d.id for d in machine.devices if not isinstance(d, PciBridge | Nic)}
+    right = "both ends are GPUs, NVLink switches or CPUs of this machine, and differ"
+    for nvlink in machine.nvlinks:
+        pair = {nvlink.source, nvlink.target}
+        fault = f"an NVLink joins {nvlink.source} and {nvlink.target}"
+        require(pair <= ends and len(pair) == 2, where, fault, right)
+    return machine
 
 
 # Knowledge, with provenance, and the machine file.
@@ -413,13 +409,11 @@ class Knowledge(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 def check_knowledge(knowledge: Knowledge, machine: Machine, *, where: str) -> Knowledge:
     """Return `knowledge` if it names this machine's devices only (InputError)."""
     right = f"{machine.name} has no such GPU"
-    for fact in knowledge.peer_access:
-        for index in (fact.source, fact.target):
-            require(index in machine.gpu_indices, where, f"speaks of GPU {index}", right)
+    pairs = [(fact.source, fact.target) for fact in knowledge.peer_access]
+    pairs += [(fact.one, fact.other) for fact in knowledge.links or ()]
+    for index in chain.from_iterable(pairs):
+        require(index in machine.gpu_indices, where, f"speaks of GPU {index}", right)
     ids = {device.id for device in machine.devices}
-    for pair in knowledge.links or ():
-        for index in (pair.one, pair.other):
-            require(index in machine.gpu_indices, where, f"speaks of GPU {index}", right)
     for link in knowledge.hidden_links:
         for end in (link.one, link.other):
             require(end in ids, where, f"a hidden link ends at {end}", "name a device or bus id")

@@ -13,7 +13,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import NoReturn
 
@@ -93,23 +93,26 @@ class _Job:
         self.step, self.since = "the first collective", time.monotonic()
 
     def prove(self) -> RankProof:
-        """Run and compare all collectives, then time the largest all-reduce."""
+        """Run and compare all collectives, then time the largest all-reduce.
+
+        Each call starts one, and returns where what is to arrive.
+        """
+        calls = {
+            "all-reduce": self._all_reduce,
+            "send/recv": self._ring,
+            "all-to-all": self._all_to_all,
+        }
         wrong = ""
-        for seed, (name, size, run) in enumerate(self._collectives()):
+        for seed, (size, name) in enumerate(product(SIZES, calls)):
             self.step, self.since = f"{name} of {size_text(size)}", time.monotonic()
-            expected = run(seed, size)
+            address, expected = calls[name](seed, size)
             self._wait()
-            if count := self._differing(expected):
+            arrived = self._host[: expected.size]
+            _copy("cuMemcpyDtoH_v2", arrived.ctypes.data, address, expected.size)
+            if count := np.count_nonzero(arrived != expected):
                 wrong = wrong or f"{count} bytes of {self.step} are wrong"
         verdict: LinkVerdict = "wrong values" if wrong else "sound"
         return RankProof(verdict=verdict, what=wrong, repeats=self._time())
-
-    def _collectives(self) -> Iterator[tuple[str, int, Callable[[int, int], tuple[int, _Bytes]]]]:
-        """Yield name, bytes, and a call that starts it and returns where what is to arrive."""
-        for size in SIZES:
-            yield "all-reduce", size, self._all_reduce
-            yield "send/recv", size, self._ring
-            yield "all-to-all", size, self._all_to_all
 
     def _data(self, seed: int, size: int, rank: int) -> _Bytes:
         generator = np.random.Generator(np.random.SFC64(seed))
@@ -150,12 +153,6 @@ class _Job:
     def _wait(self) -> None:
         while self._library.is_busy():
             time.sleep(_POLL_S)
-
-    def _differing(self, expected: tuple[int, _Bytes]) -> int:
-        """Return how many bytes arrived other than expected."""
-        address, values = expected
-        _copy("cuMemcpyDtoH_v2", self._host.ctypes.data, address, values.size)
-        return int(np.count_nonzero(self._host[: values.size] != values))
 
     def _time(self) -> tuple[float, ...]:
         """Return the seconds of each repeat of the largest all-reduce."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import pairwise, product
 
 import msgspec
@@ -347,26 +348,23 @@ def paired_chain_set(space: HopSpace, pairs: Sequence[NicPair]) -> tuple[Ring, .
 
     Chains with one entry NIC begin at different GPUs, and last GPUs differ as far as they can.
     """
-    gpus, chains = [gpu for gpu in space.gpus if gpu != WORLD], list[Ring]()
+    gpus = [gpu for gpu in space.gpus if gpu != WORLD]
+    chains: list[tuple[int, list[int], int]] = []
     for number, (entered, left_by) in enumerate(pairs):
         turn = [into for into, _ in pairs[:number]].count(entered)
-        entries = _nearest(space, entered, into=True)
-        begins = entries[turn : turn + 1] or entries[:1]
-        first = begins[0].target if begins else WORLD
-        ends = _nearest(space, left_by, into=False)
-        ends = [hop for hop in ends if hop.source != first or len(gpus) == 1]
-        used = [chain.hops[-1].source for chain in chains]
-        ends.sort(key=lambda hop: used.count(hop.source))
-        if not begins or not ends:
+        entries = [hop.target for hop in _nearest(space, entered, into=True)]
+        first = next(iter(entries[turn : turn + 1] or entries), WORLD)
+        exits = [hop.source for hop in _nearest(space, left_by, into=False)]
+        exits = [gpu for gpu in exits if gpu != first or len(gpus) == 1]
+        if first == WORLD or not exits:
             return ()
-        at, last = gpus.index(first), ends[0].source
-        order = [gpu for gpu in gpus[at:] + gpus[:at] if gpu not in (first, last)]
-        order = [first, *order, *([last] if len(gpus) > 1 else [])]
-        steps = [begins, *(space.between(*pair) for pair in pairwise(order)), ends]
-        if not all(steps):
-            return ()
-        chains.append(ring([choices[0] for choices in steps]))
-    return tuple(chains)
+        last = min(exits, key=[order[-1] for _, order, _ in chains].count)
+        at = gpus.index(first)
+        between = [gpu for gpu in gpus[at:] + gpus[:at] if gpu not in (first, last)]
+        chains.append((entered, [first, *between, *[last][: len(gpus) - 1]], left_by))
+    with suppress(SearchError):
+        return chains_as_rings(space, chains)
+    return ()
 
 
 def _nearest(space: HopSpace, nic: int, *, into: bool) -> list[Hop]:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
-from itertools import permutations
+from itertools import permutations, product
 from typing import Any
 
 import msgspec
@@ -250,34 +250,31 @@ def _count(nvml: Any) -> int:
 def _gpu(nvml: Any, index: int, handle: Any) -> GpuFacts:
     who = f"GPU {index}"
     ask = partial(ask_nvml, nvml, who)
+    maybe = partial(ask, optional=True)
     text = _text(ask(nvml.nvmlDeviceGetPciInfo, handle).busId)
     bus_id = normal_bus_id(text)
     if bus_id is None:
         raise InputError(who, f"has bus id {text[:40]!r}", "a bus id such as 00000000:1A:00.0")
     major, minor = ask(nvml.nvmlDeviceGetCudaComputeCapability, handle)
     c2c_count = getattr(nvml, "NVML_FI_DEV_C2C_LINK_COUNT", _C2C_LINK_COUNT)
-    c2c = ask(nvml.nvmlDeviceGetFieldValues, handle, [c2c_count], optional=True)
-    memory = ask(nvml.nvmlDeviceGetMemoryInfo, handle, optional=True)
+    c2c = maybe(nvml.nvmlDeviceGetFieldValues, handle, [c2c_count])
+    memory = maybe(nvml.nvmlDeviceGetMemoryInfo, handle)
+    ends = product(range(getattr(nvml, "NVML_NVLINK_MAX_LINKS", _MAX_LINKS)), _NVLINK_ERRORS)
+    errors = [maybe(nvml.nvmlDeviceGetNvLinkErrorCounter, handle, *end) for end in ends]
     return GpuFacts(
         index=index,
         bus_id=bus_id,
         uuid=_text(ask(nvml.nvmlDeviceGetUUID, handle)),
         name=_text(ask(nvml.nvmlDeviceGetName, handle)),
         sm=major * 10 + minor,
-        links=_links(nvml, partial(ask, optional=True), handle),
+        links=_links(nvml, maybe, handle),
         c2c_links=int(c2c[0].value.uiVal) if c2c and c2c[0].nvmlReturn == 0 else 0,
         memory_bytes=int(memory.total) if memory is not None else None,
-        errors=_errors(nvml, partial(ask, optional=True), handle),
+        errors={
+            "replays of PCIe": maybe(nvml.nvmlDeviceGetPcieReplayCounter, handle) or 0,
+            "errors of NVLinks": sum(filter(None, errors)),
+        },
     )
-
-
-def _errors(nvml: Any, maybe: Callable[..., Any], handle: Any) -> dict[str, int]:
-    """Return the errors that the driver counted on a GPU's links."""
-    links = range(getattr(nvml, "NVML_NVLINK_MAX_LINKS", _MAX_LINKS))
-    counter = nvml.nvmlDeviceGetNvLinkErrorCounter
-    counts = [maybe(counter, handle, link, kind) for link in links for kind in _NVLINK_ERRORS]
-    replays = maybe(nvml.nvmlDeviceGetPcieReplayCounter, handle)
-    return {"replays of PCIe": replays or 0, "errors of NVLinks": sum(filter(None, counts))}
 
 
 def _links(nvml: Any, maybe: Callable[..., Any], handle: Any) -> Counter[str]:

@@ -315,7 +315,9 @@ def _parse_matrices(
     rows = {at: filled[at + 1][1].split() if at + 1 < len(filled) else [] for at in headers}
     # A sentence may begin with GPU0.
     true = [at for at in headers if _ROW.match(" ".join(rows[at][:2]))] or headers
-    named = {at: _way_above(filled, at) for at in true}
+    # The letter of the `topo -p2p` right above a header; one line may have the commands of all.
+    above = {at: [_WAY.findall(line) for _, line in filled[max(0, at - 2) : at + 1]] for at in true}
+    named = {at: next((way[0] for way in above[at] if len(way) == 1), "") for at in true}
     levels = {at for at in true if any(map(_is_relation, rows[at][2:]))}
     ways = [
         at
@@ -342,13 +344,6 @@ def _parse_matrices(
         elif named[at] in _DECIDES:
             supported |= {pair: yes and supported.get(pair, True) for pair, yes in told.items()}
     return matrix, supported or unnamed
-
-
-def _way_above(lines: Sequence[_Line], at: int) -> str:
-    """Return the letter of the `topo -p2p` that stands right above a header, or ""."""
-    ways = (_WAY.findall(line) for _, line in lines[max(0, at - 2) : at + 1])
-    # One line may have the commands of all matrices below it.
-    return next((way[0] for way in ways if len(way) == 1), "")
 
 
 def _is_header(words: Sequence[str]) -> bool:
