@@ -538,31 +538,45 @@ LIBRARY_LINE = "NCCL_ENV_PLUGIN=/plan/nccl/libnccl-env-tccl.so\n"
 INSTALLED = f"{LIBRARY_LINE}TCCL_INDEX=/plan/nccl/plugin.index\nNCCL_P2P_LEVEL=SYS\n"
 
 
-@pytest.mark.parametrize(
-    ("change", "word"),
-    [
-        (lambda nccl: None, ""),
-        (lambda nccl: (nccl / "libnccl-env-tccl.so").unlink(), "library"),
-        (lambda nccl: (nccl / "plugin.index").unlink(), "missing"),
-        (lambda nccl: (nccl / "plugin.index").write_text("tccl-index 1\n"), "another version"),
-        (lambda nccl: (nccl / "plugin.index").write_text("tccl-index 2\n"), "damaged"),
-        (lambda nccl: (nccl / "graph.xml").write_text(""), "graph.xml"),
-        (lambda nccl: (nccl.parent / "manifest.json").write_text('{"files": {}}'), "beside"),
-        (
-            lambda nccl: (nccl.parents[1] / "etc/nccl.conf").write_text(INSTALLED[:-19]),
-            "NCCL_P2P_LEVEL is not set",
-        ),
-    ],
-)
-def test_an_installed_plugin_that_does_nothing_is_told(tmp_path, change, word):
+@pytest.fixture
+def installed(tmp_path):
+    """The root of a host with a plan and its plugin, which nccl.conf loads."""
     (tmp_path / "plan").mkdir()
     write_plan(needing_a_graph(plan_of("amd-v100")), tmp_path / "plan")
-    (tmp_path / "plan" / "nccl" / "libnccl-env-tccl.so").touch()
+    write(tmp_path, "plan/nccl/libnccl-env-tccl.so", "")
     write(tmp_path, "etc/nccl.conf", INSTALLED)
-    change(tmp_path / "plan" / "nccl")
-    findings = [one for one in examine(HostState(root=tmp_path)).findings if one.check == "plugin"]
-    assert len(findings) == bool(word)
-    assert all(word in one.what for one in findings)
+    return tmp_path
+
+
+def of_plugin(root, **more):
+    """What is found of the plugin."""
+    findings = examine(HostState(root=root, **more)).findings
+    return [one.what for one in findings if one.check == "plugin"]
+
+
+def change(root, path, text):
+    """Write a file, or take it out (None)."""
+    write(root, path, text) if text is not None else (root / path).unlink()
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "word"),
+    [
+        ("etc/hostname", "box", ""),
+        ("plan/nccl/libnccl-env-tccl.so", None, "library"),
+        ("plan/nccl/plugin.index", None, "missing"),
+        ("plan/nccl/plugin.index", "tccl-index 1\n", "another version"),
+        ("plan/nccl/plugin.index", "tccl-index 2\n", "damaged"),
+        ("plan/nccl/graph.xml", "", "graph.xml"),
+        ("plan/manifest.json", '{"files": {}}', "beside"),
+        ("etc/nccl.conf", INSTALLED[:-19], "NCCL_P2P_LEVEL is not set"),
+    ],
+)
+def test_an_installed_plugin_that_does_nothing_is_told(installed, path, text, word):
+    change(installed, path, text)
+    found = of_plugin(installed)
+    assert len(found) == bool(word)
+    assert all(word in what for what in found)
 
 
 def test_a_folder_of_boards_that_the_plugin_cannot_use_is_told_with_the_remedy(tmp_path):
@@ -584,39 +598,34 @@ def test_findings_on_names_that_are_not_utf_8_can_be_written(tmp_path):
 
 
 @pytest.mark.parametrize(("place", "word"), [("/", "missing or was changed"), ("", "not absolute")])
-def test_an_index_outside_of_a_plans_directory_is_judged_as_well(tmp_path, place, word):
-    (tmp_path / "plan").mkdir()
-    write_plan(needing_a_graph(plan_of("amd-v100")), tmp_path / "plan")
-    (tmp_path / "plan" / "nccl" / "plugin.index").rename(tmp_path / "plugin.index")
-    (tmp_path / "plan" / "nccl" / "libnccl-env-tccl.so").touch()
-    write(tmp_path, "etc/nccl.conf", f"{LIBRARY_LINE}TCCL_INDEX={place}plugin.index\n")
-    findings = [one for one in examine(HostState(root=tmp_path)).findings if one.check == "plugin"]
-    (one,) = findings
-    assert word in one.what
+def test_an_index_outside_of_a_plans_directory_is_judged_as_well(installed, place, word):
+    (installed / "plan/nccl/plugin.index").rename(installed / "plugin.index")
+    write(installed, "etc/nccl.conf", f"{LIBRARY_LINE}TCCL_INDEX={place}plugin.index\n")
+    (what,) = of_plugin(installed)
+    assert word in what
 
 
 @pytest.mark.parametrize(
-    ("host", "change", "word"),
+    ("host", "path", "text", "word"),
     [
-        ("gpu0000", lambda job: None, ""),
-        ("gpu0002", lambda job: None, "it is missing"),
-        ("gpu0000", lambda job: (job / "manifest.json").write_text('{"files": {}}'), "beside"),
-        ("gpu0000", lambda job: (job / "nccl/hosts/path-0.graph").write_text(""), "path-0.graph"),
+        ("gpu0000", "etc/hostname", "box", ""),
+        ("gpu0002", "etc/hostname", "box", "it is missing"),
+        ("gpu0000", "job/manifest.json", '{"files": {}}', "beside"),
+        ("gpu0000", "job/nccl/hosts/path-0.graph", "", "path-0.graph"),
     ],
 )
 def test_the_plugin_of_a_job_over_hosts_is_judged_by_the_index_of_this_host(
-    tmp_path, host, change, word
+    tmp_path, host, path, text, word
 ):
     made = needing_a_graph(equal_hosts(2))
     write_new_plan(made, tmp_path / "job")
-    (tmp_path / "job" / "nccl" / "libnccl-env-tccl.so").touch()
-    change(tmp_path / "job")
+    write(tmp_path, "job/nccl/libnccl-env-tccl.so", "")
+    change(tmp_path, path, text)
     loading = {"NCCL_ENV_PLUGIN": "/job/nccl/libnccl-env-tccl.so", "TCCL_JOB": "/job"}
     environment = {**environment_of(made.settings), **loading, "SLURMD_NODENAME": host}
-    state = HostState(root=tmp_path, environment=environment)
-    findings = [one.what for one in examine(state).findings if one.check == "plugin"]
-    assert len(findings) == bool(word)
-    assert all(word in one for one in findings)
+    found = of_plugin(tmp_path, environment=environment)
+    assert len(found) == bool(word)
+    assert all(word in what for what in found)
 
 
 def test_other_plugins_and_older_versions_are_told(tmp_path):
@@ -640,13 +649,9 @@ def test_other_plugins_and_older_versions_are_told(tmp_path):
         ("1", ["TCCL_NEWER_NCCL is '1'", "newer than 2.32"]),
     ],
 )
-def test_a_later_nccl_is_allowed_up_to_the_one_that_was_tried(tmp_path, value, words):
-    (tmp_path / "plan").mkdir()
-    write_plan(needing_a_graph(plan_of("amd-v100")), tmp_path / "plan")
-    (tmp_path / "plan" / "nccl" / "libnccl-env-tccl.so").touch()
-    write(tmp_path, "etc/nccl.conf", f"{INSTALLED}TCCL_NEWER_NCCL={value}\n")
-    host = HostState(root=tmp_path, nccl=(InstalledNccl(version="2.33.1", source="torch"),))
-    found = [one.what for one in examine(host).findings if one.check == "plugin"]
+def test_a_later_nccl_is_allowed_up_to_the_one_that_was_tried(installed, value, words):
+    write(installed, "etc/nccl.conf", f"{INSTALLED}TCCL_NEWER_NCCL={value}\n")
+    found = of_plugin(installed, nccl=(InstalledNccl(version="2.33.1", source="torch"),))
     assert len(found) == len(words)
     assert all(word in what for word, what in zip(words, found, strict=True))
 
@@ -683,12 +688,10 @@ def test_huge_and_binary_files_are_cut(tmp_path):
     noise = os.urandom(200_000)
     for path in (
         "etc/nccl.conf",
-        "proc/self/limits",
-        "proc/mounts",
-        "proc/cpuinfo",
-        "proc/meminfo",
+        *(f"proc/{name}" for name in ("self/limits", "mounts", "cpuinfo")),
     ):
         write(tmp_path, path, noise)
+    write(tmp_path, "proc/meminfo", noise)
     write(tmp_path, "root/.nccl.conf", b"NCCL_ALGO=" + b"9" * 10_000_000)
     for name in ("vendor", "class", "config", "numa_node", "current_link_width"):
         write(tmp_path, f"sys/devices/pci0000:00/{ROOT}/{name}", noise)
@@ -709,8 +712,10 @@ def test_every_rule_is_used_and_says_who_says_so():
 
 # Functions with a subnet for each
 
+ADDRESSES = ("10.0.0.1", "10.0.1.1", "10.0.2.1", "10.0.3.1")
 
-def small_host(root, *, mtu="9000", addresses=("10.0.0.1", "10.0.1.1", "10.0.2.1", "10.0.3.1")):
+
+def small_host(root, *, mtu="9000", addresses=ADDRESSES):
     """A host of four RDMA functions; an address "" is none, and "down" a port without a link."""
     names = ("rocep1s0f0", "rocep1s0f1", "roceP2p1s0f0", "roceP2p1s0f1")
     for name, address in zip(names, addresses, strict=True):
@@ -744,47 +749,36 @@ def test_hosts_with_all_functions_in_one_subnet_are_at_a_switch(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "environment", "severity", "where", "parts"),
+    ("number", "address", "severity", "where", "part"),
     [
-        ({"mtu": "1500"}, {}, "slow", "roceP2p1s0f1 (enproceP2p1s0f1)", ["1500", "mtu 9000"]),
-        (
-            {"addresses": ("10.0.0.1", "10.0.1.1", "10.0.0.2", "10.0.3.1")},
-            {},
-            "slow",
-            "roceP2p1s0f0, rocep1s0f0 in 10.0.0.0/24",
-            ["a subnet of its own"],
-        ),
-        (
-            {"addresses": ("10.0.0.1", "down", "10.0.2.1", "10.0.3.1")},
-            {},
-            "note",
-            "rocep1s0f1 (enprocep1s0f1)",
-            ["down"],
-        ),
-        (
-            {"addresses": ("10.0.0.1", "10.0.1.1", "", "10.0.3.1")},
-            {},
-            "slow",
-            "roceP2p1s0f0 (enproceP2p1s0f0)",
-            ["no IPv4 address"],
-        ),
-        (
-            {},
-            {"NCCL_IB_HCA": "rocep1"},
-            "slow",
-            "roceP2p1s0f0, roceP2p1s0f1",
-            ["NCCL_IB_HCA=rocep1", "half of the port"],
-        ),
+        (2, "10.0.0.2", "slow", "roceP2p1s0f0, rocep1s0f0 in 10.0.0.0/24", "a subnet of its own"),
+        (1, "down", "note", "rocep1s0f1 (enprocep1s0f1)", "down"),
+        (2, "", "slow", "roceP2p1s0f0 (enproceP2p1s0f0)", "no IPv4 address"),
     ],
 )
 def test_what_keeps_rings_from_a_function_is_named_with_its_port_and_remedy(
-    tmp_path, options, environment, severity, where, parts
+    tmp_path, number, address, severity, where, part
 ):
-    findings = network(small_host(tmp_path, **options), **environment)
+    addresses = (*ADDRESSES[:number], address, *ADDRESSES[number + 1 :])
+    findings = network(small_host(tmp_path, addresses=addresses))
     finding = next(one for one in findings if one.where == where)
     assert finding.severity == severity
     assert finding.fix
-    assert all(part in str(finding) for part in parts)
+    assert part in str(finding)
+
+
+def test_small_packets_and_functions_that_a_variable_leaves_out_are_named(tmp_path):
+    of_last = [
+        one for one in network(small_host(tmp_path, mtu="1500")) if "enproceP2p1s0f1" in one.fix
+    ]
+    assert [(one.severity, one.measured) for one in of_last] == [("slow", "1500")]
+    assert "mtu 9000" in of_last[0].fix
+    (left_out,) = network(small_host(tmp_path), NCCL_IB_HCA="rocep1")
+    assert (left_out.where, left_out.measured) == (
+        "roceP2p1s0f0, roceP2p1s0f1",
+        "NCCL_IB_HCA=rocep1",
+    )
+    assert left_out.fix and "half of the port" in left_out.why
 
 
 @pytest.mark.parametrize(

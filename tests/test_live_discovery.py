@@ -17,6 +17,7 @@ from tccl_py.nccl.paths import path_types
 from tccl_py.nccl.system import PathType
 from tccl_py.readers.live import check_cupy, discover_machine
 from tccl_py.readers.sysfs import HostFiles
+from tests.recorded_hosts import write
 
 GEN4 = PciLink(speed_gts=16.0, width=16)
 
@@ -32,6 +33,13 @@ class NvmlError(Exception):
 NOT_SUPPORTED, LIBRARY_NOT_FOUND, GPU_IS_LOST = 3, 12, 15
 
 
+def supported(answer: Any) -> Any:
+    """An answer; None is a question that does not apply."""
+    if answer is None:
+        raise NvmlError(NOT_SUPPORTED)
+    return answer
+
+
 @dataclass
 class FakeGpu:
     bus_id: str
@@ -40,6 +48,14 @@ class FakeGpu:
     """Bus id and type (0 GPU, 2 switch, None not supported) at the other end of each link."""
     c2c: int = 0
     lost: bool = False
+
+    def place(self) -> bytes:
+        if self.lost:
+            raise NvmlError(GPU_IS_LOST, "GPU is lost")
+        return f"0000{self.bus_id.upper()}".encode()
+
+    def link(self, number: int) -> tuple[str, int | None]:
+        return supported(self.links[number] if number < len(self.links) else None)
 
 
 class FakeNvml:
@@ -61,71 +77,38 @@ class FakeNvml:
     def nvmlShutdown(self) -> None:  # noqa: N802
         self.open = False
 
-    def nvmlSystemGetDriverVersion(self) -> bytes:  # noqa: N802
-        return b"570.86.15"
-
-    def nvmlSystemGetCudaDriverVersion(self) -> int:  # noqa: N802
-        return self.cuda
-
-    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
-        return len(self.gpus)
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> FakeGpu:  # noqa: N802
-        return self.gpus[index]
-
-    def nvmlDeviceGetPciInfo(self, gpu: FakeGpu) -> SimpleNamespace:  # noqa: N802
-        if gpu.lost:
-            raise NvmlError(GPU_IS_LOST, "GPU is lost")
-        return SimpleNamespace(busId=f"0000{gpu.bus_id.upper()}".encode())
-
-    def nvmlDeviceGetCudaComputeCapability(self, gpu: FakeGpu) -> tuple[int, int]:  # noqa: N802
-        return (8, 9)
-
-    def nvmlDeviceGetUUID(self, gpu: FakeGpu) -> str:  # noqa: N802
-        return f"GPU-{gpu.bus_id}"
-
-    def nvmlDeviceGetName(self, gpu: FakeGpu) -> str:  # noqa: N802
-        return gpu.name
-
-    def nvmlDeviceGetMemoryInfo(self, gpu: FakeGpu) -> SimpleNamespace:  # noqa: N802
-        return SimpleNamespace(total=24 << 30)
-
-    def nvmlDeviceGetPcieReplayCounter(self, gpu: FakeGpu) -> int:  # noqa: N802
-        raise NvmlError(NOT_SUPPORTED)
-
-    def nvmlDeviceGetNvLinkErrorCounter(self, gpu: FakeGpu, link: int, kind: int) -> int:  # noqa: N802
-        self._link(gpu, link)
-        return 2 * (kind == 1)
-
-    def _link(self, gpu: FakeGpu, link: int) -> tuple[str, int | None]:
-        if link >= len(gpu.links):
-            raise NvmlError(NOT_SUPPORTED)
-        return gpu.links[link]
-
-    def nvmlDeviceGetNvLinkCapability(self, gpu: FakeGpu, link: int, what: int) -> int:  # noqa: N802
-        self._link(gpu, link)
-        return 1
-
-    def nvmlDeviceGetNvLinkState(self, gpu: FakeGpu, link: int) -> int:  # noqa: N802
-        return int(self._link(gpu, link)[0] != "down")
-
-    def nvmlDeviceGetNvLinkRemotePciInfo(self, gpu: FakeGpu, link: int) -> Any:  # noqa: N802
-        return SimpleNamespace(busId=self._link(gpu, link)[0].upper())
-
-    def nvmlDeviceGetNvLinkRemoteDeviceType(self, gpu: FakeGpu, link: int) -> int:  # noqa: N802
-        kind = self._link(gpu, link)[1]
-        if kind is None:
-            raise NvmlError(NOT_SUPPORTED)
-        return kind
-
-    def nvmlDeviceGetFieldValues(self, gpu: FakeGpu, fields: list[int]) -> list[Any]:  # noqa: N802
-        answer = 0 if gpu.c2c else NOT_SUPPORTED
-        return [SimpleNamespace(nvmlReturn=answer, value=SimpleNamespace(uiVal=gpu.c2c))]
-
-    def nvmlDeviceGetP2PStatus(self, one: FakeGpu, other: FakeGpu, direction: int) -> int:  # noqa: N802
-        answer = self.pairs(self.gpus.index(one), self.gpus.index(other))
-        if answer is None:
-            raise NvmlError(NOT_SUPPORTED)
+    def __getattr__(self, name: str) -> Any:
+        """A question to NVML, which has its name."""
+        answers = {
+            "SystemGetDriverVersion": lambda: b"570.86.15",
+            "SystemGetCudaDriverVersion": lambda: self.cuda,
+            "DeviceGetCount": lambda: len(self.gpus),
+            "DeviceGetHandleByIndex": lambda index: self.gpus[index],
+            "DeviceGetPciInfo": lambda gpu: SimpleNamespace(busId=gpu.place()),
+            "DeviceGetCudaComputeCapability": lambda gpu: (8, 9),
+            "DeviceGetUUID": lambda gpu: f"GPU-{gpu.bus_id}",
+            "DeviceGetName": lambda gpu: gpu.name,
+            "DeviceGetMemoryInfo": lambda gpu: SimpleNamespace(total=24 << 30),
+            "DeviceGetPcieReplayCounter": lambda gpu: supported(None),
+            "DeviceGetNvLinkErrorCounter": lambda gpu, n, kind: 2 * (gpu.link(n) and kind == 1),
+            "DeviceGetNvLinkCapability": lambda gpu, n, what: bool(gpu.link(n)),
+            "DeviceGetNvLinkState": lambda gpu, n: int(gpu.link(n)[0] != "down"),
+            "DeviceGetNvLinkRemotePciInfo": lambda gpu, n: SimpleNamespace(
+                busId=gpu.link(n)[0].upper()
+            ),
+            "DeviceGetNvLinkRemoteDeviceType": lambda gpu, n: supported(gpu.link(n)[1]),
+            "DeviceGetFieldValues": lambda gpu, fields: [
+                SimpleNamespace(
+                    nvmlReturn=0 if gpu.c2c else NOT_SUPPORTED,
+                    value=SimpleNamespace(uiVal=gpu.c2c),
+                )
+            ],
+            "DeviceGetP2PStatus": lambda *ends: supported(
+                self.pairs(*map(self.gpus.index, ends[:2]))
+            ),
+        }
+        answer = answers[name.removeprefix("nvml")]
+        answer.__name__ = name
         return answer
 
 
@@ -140,9 +123,7 @@ class FakeHost:
         return self.root / "sys"
 
     def write(self, path: str, text: str) -> None:
-        file = self.root / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(f"{text}\n")
+        write(self.root, path, f"{text}\n")
 
     def link(self, path: str, target: Path) -> None:
         entry = self.root / path

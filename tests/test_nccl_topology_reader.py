@@ -232,46 +232,16 @@ REFUSED = {
         gpu_xml() + "\n" + gpu_xml(bus="0000:02:00.0"),
         ("topo.xml:4 <gpu>", "dev 0"),
     ),
-    "two devices at one bus id": (
-        gpu_xml() + gpu_xml(dev="1"),
-        ("topo.xml", "bus id"),
-    ),
-    "an unknown element": (
-        "<pcie/>",
-        ("topo.xml:3 <pcie>", "unknown"),
-    ),
-    "an unknown element in a gpu": (
-        gpu_xml(inner="<nvlnk/>"),
-        ("topo.xml:3 <nvlnk>", "unknown"),
-    ),
-    "a number that is none": (
-        gpu_xml(dev="zero"),
-        ("topo.xml:3 <gpu>", '"zero"'),
-    ),
-    "a negative number": (
-        gpu_xml(dev="-1"),
-        ("topo.xml:3 <gpu>", '"-1"'),
-    ),
-    "a NaN width": (
-        PCI.format('link_width="nan"'),
-        ("topo.xml:3 <pci>", '"nan"'),
-    ),
-    "a width no slot has": (
-        PCI.format('link_width="256"'),
-        ("topo.xml:3 <pci>", '"256"'),
-    ),
-    "a NaN speed": (
-        PCI.format('link_speed="nan GT/s"'),
-        ("topo.xml:3 <pci>", '"nan GT/s"'),
-    ),
-    "a negative speed": (
-        PCI.format('link_speed="-8 GT/s"'),
-        ("topo.xml:3 <pci>", '"-8 GT/s"'),
-    ),
-    "a bus id that is none": (
-        gpu_xml(bus="1:2"),
-        ("topo.xml:3 <pci>", '"1:2"'),
-    ),
+    "two devices at one bus id": (gpu_xml() + gpu_xml(dev="1"), ("topo.xml", "bus id")),
+    "an unknown element": ("<pcie/>", ("topo.xml:3 <pcie>", "unknown")),
+    "an unknown element in a gpu": (gpu_xml(inner="<nvlnk/>"), ("topo.xml:3 <nvlnk>", "unknown")),
+    "a number that is none": (gpu_xml(dev="zero"), ("topo.xml:3 <gpu>", '"zero"')),
+    "a negative number": (gpu_xml(dev="-1"), ("topo.xml:3 <gpu>", '"-1"')),
+    "a NaN width": (PCI.format('link_width="nan"'), ("topo.xml:3 <pci>", '"nan"')),
+    "a width no slot has": (PCI.format('link_width="256"'), ("topo.xml:3 <pci>", '"256"')),
+    "a NaN speed": (PCI.format('link_speed="nan GT/s"'), ("topo.xml:3 <pci>", '"nan GT/s"')),
+    "a negative speed": (PCI.format('link_speed="-8 GT/s"'), ("topo.xml:3 <pci>", '"-8 GT/s"')),
+    "a bus id that is none": (gpu_xml(bus="1:2"), ("topo.xml:3 <pci>", '"1:2"')),
     "a link of no count": (
         gpu_xml(inner='<nvlink target="0000:02:00.0" count="0" tclass="0x03"/>'),
         ("topo.xml:3 <nvlink>", '"0"'),
@@ -280,10 +250,7 @@ REFUSED = {
         gpu_xml(inner='<nvlink target="0000:02:00.0" count="1" tclass="0x010802"/>'),
         ("topo.xml:3 <nvlink>", '"0x010802"'),
     ),
-    "text between elements": (
-        "hello",
-        ("topo.xml:2 <cpu>", '"hello"'),
-    ),
+    "text between elements": ("hello", ("topo.xml:2 <cpu>", '"hello"')),
     "no gpu": ("", ("topo.xml", "no GPU")),
 }
 
