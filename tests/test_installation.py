@@ -523,7 +523,7 @@ def verified(directory, digest=None, **changes):
 WRONG = WrongValue(case="all_reduce float32 1", rank=0, what="sums differ")
 WORSE = Timed(
     bytes=4096, seconds=(1.0,) * 6, compared=Compared(middle=0.9, low=0.8, high=0.95, p=0.01),
-    verdict="worse",
+    verdict="worse", harm="loses",
 )  # fmt: skip
 SAME = Timed(
     collective="send_recv", bytes=4096, seconds=(1.0,) * 6, verdict="same", harm="none",

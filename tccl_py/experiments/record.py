@@ -81,16 +81,8 @@ class ArmResult(Choice, frozen=True, kw_only=True):
 
     @property
     def losses(self) -> tuple[Timed, ...]:
-        """Return rows that lose.
-
-        Of earlier versions, which had no second arm of default NCCL, these are the rows whose
-        interval lies below default NCCL, if only by chance, send/recv excepted.
-        """
-        return tuple(
-            row
-            for row in (*self.rows, *self.transfers)
-            if row.harm == "loses" or (row.harm is None and row.compared.loses and row in self.rows)
-        )
+        """Return rows that lose."""
+        return tuple(row for row in (*self.rows, *self.transfers) if row.harm == "loses")
 
     @property
     def unclear(self) -> tuple[Timed, ...]:
