@@ -62,14 +62,12 @@ _NARROW = 1 << 20
 
 
 class Compared(Interval, frozen=True, kw_only=True):
-    """Speed of an arm over the baseline's: above 1 the arm is faster.
-
-    It is the Hodges-Lehmann estimate over rounds, with its 95 % interval, and `p` is adjusted for
-    all rows compared.
-    """
+    """Speed of an arm over the baseline's, with its 95 % interval: above 1 the arm is faster."""
 
     middle: float = msgspec.field(name="ratio")
+    """The Hodges-Lehmann estimate over rounds."""
     p: float
+    """Adjusted for all rows compared."""
 
     @property
     def ratio(self) -> float:
@@ -134,18 +132,16 @@ def compare(
 
 
 class Timed(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A row in an arm: seconds in each round, and the speed over the baseline's.
-
-    Its groups are of GPUs, or of ranks where there are several hosts. `gbps` is the median bus
-    bandwidth, 0 of a training step. `harm` is whether it loses; None without a second arm of
-    default NCCL.
-    """
+    """A row in an arm; its groups are of GPUs, or of ranks where there are several hosts."""
 
     seconds: tuple[float, ...] = ()
+    """In each round."""
     gbps: float = 0.0
+    """The median bus bandwidth, 0 of a training step."""
     compared: Compared = UNRATED
     verdict: Verdict = "same"
     harm: Harm | None = None
+    """Whether it loses; None of default NCCL."""
 
     @property
     def us(self) -> float | None:

@@ -164,15 +164,14 @@ class TunerChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Contest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Rounds of a row under NCCL's own choice of algorithm, protocol and channels, and `choices`.
-
-    None are `all_choices`: sizes of training steps are timed beside matrix multiplications as well
-    then. With `table` the plugin's table is what is timed instead of choices.
-    """
+    """Rounds of a row under NCCL's own choice of algorithm, protocol and channels, and others."""
 
     choices: tuple[TunerChoice, ...] | None = None
+    """None are `all_choices`: sizes of training steps are timed beside matrix multiplications then.
+    """
     rounds: int = FINAL_ROUNDS
     table: bool = False
+    """Whether the plugin's table is timed instead of choices."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -252,14 +251,13 @@ def training_rows(world: int, backend: Backend) -> tuple[Row, ...]:
 
 
 class Variant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds per call of a choice, one value a batch or a round.
-
-    None is NCCL's own choice. `beside` are the same beside matrix multiplications, if timed.
-    """
+    """Seconds per call of a choice, one value a batch or a round."""
 
     choice: TunerChoice | None = None
+    """None is NCCL's own."""
     seconds: tuple[float, ...] = ()
     beside: tuple[float, ...] = ()
+    """The same beside matrix multiplications, if timed."""
 
 
 class RowTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -96,19 +96,17 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """One flow of a set then and now, GB/s.
-
-    `p` is the chance of so large a change if the rate changed by `SMALLEST` at most, adjusted for
-    all flows compared. `hosts` is the class of hosts if there are several, which may have equal
-    sets.
-    """
+    """One flow of a set then and now, GB/s."""
 
     transfers: TransferSet
     flow: Flow
     hosts: str = ""
+    """Their class if there are several, which may have equal sets."""
     was_gbps: float
     is_gbps: float
     p: float
+    """The chance of so large a change if the rate changed by `SMALLEST` at most, adjusted for all
+    flows compared."""
 
     @property
     def name(self) -> str:
@@ -602,16 +600,15 @@ def _escape(text: str) -> str:
 
 
 class Remeasuring(NamedTuple):
-    """A source that measures a plan's sets again, and the plan's journal by class of hosts.
-
-    `extends` is whether the source may add to the journal: of one host, the one that it is of.
-    """
+    """A source that measures a plan's sets again."""
 
     plan: Plan
     source: Bench
     journals: Sequence[Journal]
+    """The plan's, by class of hosts."""
     notices: Sequence[str]
     extends: bool
+    """Whether the source may add to the journal: of one host, the one that it is of."""
 
     def drift(self, effort: Effort) -> Drift:
         """Return the drift of all classes of hosts, which share the time.
