@@ -14,13 +14,14 @@ from msgspec.structs import replace
 from tccl_profiler.cluster.agents import RankJobs
 from tccl_py.errors import MeasurementError
 from tccl_py.experiments.jobs import Arm, HostRanks, Launcher, LocalRunner, rank_environment
-from tccl_py.experiments.spec import JobSpec, rows_of
+from tccl_py.experiments.spec import JobSpec, WrongValue, rows_of
 from tccl_py.nccl.settings import Settings
 from tccl_py.rank_processes.forkserver import ForkServer
 from tests.processes import alive
 from tests.profiler_clusters import agents_in_processes
 from tests.skips import needs
 from tests.test_nccl_tests import program
+from tests.verified import FakeJobs, by_plan
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -143,9 +144,9 @@ def server():
         yield found
 
 
-@pytest.fixture(params=["torch", "nccl-tests"])
+@pytest.fixture(params=["torch", "nccl-tests", "stand-ins"])
 def measure(request, tmp_path, server):
-    """Runs a job of real collectives; `fault` is what its program does wrong."""
+    """Runs a job of collectives by a program, or by what stands in for it in other tests."""
 
     def by_torch(spec, *, wrong=False):
         needs("torch")
@@ -159,7 +160,15 @@ def measure(request, tmp_path, server):
         (outcome,) = run_jobs(on_this_host(2, nccl_tests=path), spec, {})
         return outcome
 
-    return {"torch": by_torch, "nccl-tests": by_nccl_tests}[request.param]
+    def by_stand_ins(spec, *, wrong=False):
+        value = WrongValue(case="all-reduce, float32", rank=0, what="2 of 3 values are wrong")
+        jobs = FakeJobs(by_plan(lambda _: 1.0), wrong=(value,))
+        launcher = replace(on_this_host(2), runner=jobs)
+        (outcome,) = run_jobs(launcher, spec, {"NCCL_GRAPH_FILE": "x"} if wrong else {})
+        return outcome
+
+    programs = {"torch": by_torch, "nccl-tests": by_nccl_tests, "stand-ins": by_stand_ins}
+    return programs[request.param]
 
 
 ROWS = (*rows_of((4096, 8192, 16384)), *rows_of((4096,), groups=(((1,),),)))

@@ -74,7 +74,7 @@ class FakeJobs:
         if why:
             raise MeasurementError(why)
         job = float(np.exp(self._random.normal(0, self._noise)))
-        times = []
+        seconds_of = {}
         for batch, row in enumerate(row for row in spec.rows if not row.trains):
             seconds = self.seconds(row.bytes, environment) * job * (1 + 0.001 * batch)
             if jitter := self._jitter(row):
@@ -85,9 +85,14 @@ class FakeJobs:
                 seconds *= self._transfers(environment)
             # A graph file fails smaller communicators.
             left_out = row.groups and "NCCL_GRAPH_FILE" in environment
-            times.append(batches(row, () if left_out else (seconds,)))
+            seconds_of[row] = () if left_out else (seconds,)
         steps = [row for row in spec.rows if row.mode == "ddp-eager"]
         trained = (4.0, 1.0, 0.0), (self._trained(environment), 1.001, 0.0)
+
+        def of_rank(row, rank):
+            has_part = not row.groups or any(rank in of and len(of) > 1 for of in row.groups)
+            return batches(row, seconds_of[row] if has_part else ())
+
         answers = [
             JobResult(
                 rank=rank,
@@ -96,7 +101,7 @@ class FakeJobs:
                 wrong=self._wrong if self._is_wrong(spec, environment, rank) else (),
                 # Only the last rank may compute something else.
                 times=(
-                    *times,
+                    *(of_rank(row, rank) for row in seconds_of),
                     *(
                         batches(row, (0.01 * job,), trained[rank == spec.world - 1])
                         for row in steps
