@@ -1,8 +1,8 @@
 """The check for drift: what it measures, how seldom it is wrong, and what it points to."""
 
-import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from tccl_py.delivery.fit import differences
 from tccl_py.errors import InputError, MeasurementError
@@ -90,7 +90,7 @@ def test_p_holds_where_the_change_is_just_what_is_let_pass():
             tuple(float(rate * factor * np.exp(random.normal(0, 0.01))) for rate in row)
             for row in exact[text].samples_gbps
         )
-        return msgspec.structs.replace(exact[text], samples_gbps=rows)
+        return replace(exact[text], samples_gbps=rows)
 
     wrong = 0
     for _ in range(400):
@@ -276,7 +276,7 @@ def test_equal_sets_of_unlike_hosts_are_compared_and_named_apart():
     changed = [line for line in text.splitlines() if line.startswith("tccl_check_set_changed")]
     flags = [line.rpartition('hosts="')[2] for line in changed]
     assert sorted(flags) == ['four"} 0', 'four"} 0', 'pair"} 1', 'pair"} 1']
-    gone = [msgspec.structs.replace(one, lost={sets[0]: "gone"}) for one in drifts]
+    gone = [replace(one, lost={sets[0]: "gone"}) for one in drifts]
     assert join_drifts(plan, gone).lost == {sets[0]: "gone; gone"}
 
 
@@ -408,7 +408,7 @@ HERE = Fingerprint(gpu_uuids=("a", "b", "c", "d"), driver="570.86", numa_count=2
     ],
 )
 def test_another_machine_is_told_by_what_differs(change, sentence):
-    other = msgspec.structs.replace(HERE, **change)
+    other = replace(HERE, **change)
     another, _ = differences(MACHINE, HERE, other, gpus=(0, 1, 2, 3))
     assert another[0].startswith(sentence)
 

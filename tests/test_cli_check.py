@@ -6,8 +6,8 @@ from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from tccl_py.errors import InputError
 from tccl_py.experiments.jobs import Launcher
@@ -96,7 +96,7 @@ class Session:
     def measure(self, sets):
         self.measured.update(sets)
         (found,) = self.simulator.measure(sets)
-        return [msgspec.structs.replace(found, simulated=False)]
+        return [replace(found, simulated=False)]
 
 
 @pytest.fixture
@@ -108,9 +108,9 @@ def session():
 def measured(plan, session, monkeypatch):
     """The plan as if GPUs had been measured, and a stand-in for them."""
     made, journal = load_plan(plan), read_journal(plan / "measurements.jsonl")
-    write_plan(msgspec.structs.replace(made, simulated=False), plan, fingerprint=PRINT)
+    write_plan(replace(made, simulated=False), plan, fingerprint=PRINT)
     rows = [one for found in journal.measurements.values() for one in found]
-    lines = [session.header, *(msgspec.structs.replace(one, simulated=False) for one in rows)]
+    lines = [session.header, *(replace(one, simulated=False) for one in rows)]
     text = b"".join(encode_line(line) for line in lines)
     (plan / "measurements.jsonl").write_bytes(text)
     monkeypatch.setattr(opening, "open_session", lambda *_: session)
@@ -133,7 +133,7 @@ def test_every_set_is_really_measured_three_times_on_hardware(measured, session)
 
 
 def test_another_machine_cannot_be_checked(measured, monkeypatch):
-    found_here(monkeypatch, msgspec.structs.replace(PRINT, driver="580.2"))
+    found_here(monkeypatch, replace(PRINT, driver="580.2"))
     result = tccl("check", measured)
     assert (result.exit_code, result.stdout) == (2, "")
     assert str(measured) in result.stderr and "the driver was 570.1" in result.stderr
@@ -147,16 +147,16 @@ def test_the_host_backend_is_checked_by_itself(plan):
     flows = (direct_write(0, 1, blocks=1), direct_write(1, 0, blocks=1))
     pairs = ((0, 1), (1, 0))
     hops = tuple(
-        msgspec.structs.replace(hop, source=i, target=j, flow=flow)
+        replace(hop, source=i, target=j, flow=flow)
         for hop, flow, (i, j) in zip(hops, flows, pairs, strict=True)
     )
-    ring = msgspec.structs.replace(made.rings[0], hops=hops)
+    ring = replace(made.rings[0], hops=hops)
     two = {"rings": ((0, 1),), "assumed": False}
     made = with_parts(
         made, machine=place.machine, knowledge=place.knowledge, gpus=(0, 1), rings=(ring,),
         simulated=False, assumed=False, dry_run=True, subsets=(),
-        default=msgspec.structs.replace(made.choices["default"], **two),
-        variables=msgspec.structs.replace(made.choices["variables"], **two),
+        default=replace(made.choices["default"], **two),
+        variables=replace(made.choices["variables"], **two),
         alternatives=(),
     )  # fmt: skip
     shutil.rmtree(plan)
@@ -237,7 +237,7 @@ def test_a_class_of_hosts_without_time_is_no_pass_of_a_preflight_where_another_b
     (flow,) = some.flows
     faster = Comparison(transfers=some, flow=flow, was_gbps=10.0, is_gbps=12.0, p=1e-9)
     short = TooShortError("confirm a change", [some], 1.0)
-    short.drift = msgspec.structs.replace(short.drift, rows=(faster,), changes=(faster,))
+    short.drift = replace(short.drift, rows=(faster,), changes=(faster,))
 
     def drift(*_):
         raise short
@@ -293,7 +293,7 @@ def test_gpus_in_use_are_no_fault_of_the_node(verified, monkeypatch):
 
 def test_an_equal_host_is_compared_with_the_planned_one_where_that_is_said(verified, monkeypatch):
     directory, _ = verified
-    other = msgspec.structs.replace(PRINT, gpu_uuids=tuple("wxyz"))
+    other = replace(PRINT, gpu_uuids=tuple("wxyz"))
     found_here(monkeypatch, other)
     before = (directory / "measurements.jsonl").read_bytes()
     for words in ((), ("--preflight",)):
@@ -301,6 +301,6 @@ def test_an_equal_host_is_compared_with_the_planned_one_where_that_is_said(verif
         result = tccl("check", directory, *words, "--alike")
         assert result.exit_code == 0, result.stderr
     assert (directory / "measurements.jsonl").read_bytes() == before
-    found_here(monkeypatch, msgspec.structs.replace(other, driver="580.2"))
+    found_here(monkeypatch, replace(other, driver="580.2"))
     result = tccl("check", directory, "--alike")
     assert result.exit_code == 2 and "the driver was 570.1" in result.stderr

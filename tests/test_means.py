@@ -4,8 +4,8 @@ import json
 import os
 from pathlib import Path
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.experiments import means_table, plans
@@ -120,10 +120,7 @@ class Recorded:
         if isinstance(us, str):
             raise RanksError([0], "ended with code 1", us)
         times = [batches(row, [us(row) * 1e-6] * BATCHES) for row in spec.rows]
-        times = [
-            msgspec.structs.replace(one, gemms=(1.25,) * BATCHES) if one.row.beside else one
-            for one in times
-        ]
+        times = [replace(one, gemms=(1.25,) * BATCHES) if one.row.beside else one for one in times]
         results = [
             encode_json(JobResult(rank=rank, torch="2.11", times=tuple(times)))
             for rank in range(spec.world)
@@ -270,7 +267,7 @@ def test_the_flags_of_every_means_for_all_reduce_are_known():
             calls=CALLS["all_reduce"], bytes=65536, best=name, us={name: 1.0},
             spread={name: (1.0, 1.0)}, gemm={},
         )  # fmt: skip
-        table = msgspec.structs.replace(TABLE, rows=(row,))
+        table = replace(TABLE, rows=(row,))
         assert len([*means_lines("tensor-parallel-decode", "nvlink", table)]) == 3
 
 

@@ -8,11 +8,11 @@ import math
 import re
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.experiments.jobs import HostRanks, Launcher
@@ -314,9 +314,7 @@ def test_a_choice_that_nccl_does_not_allow_in_every_job_is_not_predicted():
     jobs = [[truth.contest(small, tuple(v.choice for v in sweep.finalists))] for _ in range(11)]
     assert predict([sweep], jobs)[0].choice == best
     (last,) = jobs[-1]
-    jobs[-1] = [
-        msgspec.structs.replace(last, variants=tuple(v for v in last.variants if v.choice != best))
-    ]
+    jobs[-1] = [replace(last, variants=tuple(v for v in last.variants if v.choice != best))]
     assert predict([sweep], jobs)[0].choice == wanted("ring", "ll", 1)
 
 
@@ -598,9 +596,7 @@ def test_an_entry_that_harms_by_the_plugin_at_or_between_its_sizes_does_not_stay
 
 def test_a_plan_for_another_nccl_gets_no_table_and_keeps_its_rows(tmp_path):
     said, plan = [], plan_of(SMALL)
-    measured = replace_plan(
-        plan, simulated=False, settings=msgspec.structs.replace(plan.settings, version="2.28")
-    )
+    measured = replace_plan(plan, simulated=False, settings=replace(plan.settings, version="2.28"))
     found = tuned_plan(tmp_path, FakeJobs(Truth(gaining, seed=12)), said, measured)
     assert load_sizes(tmp_path) == found
     assert any("no table by message size" in text for text in said)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.experiments.comparison import (
@@ -357,9 +358,7 @@ def test_tuning_takes_the_fastest_settings_that_slow_no_send_recv(boxed, box, sl
         speed = FASTER.get(kib(environment), 1.0)
         return speed / (TRANSFERRED if slows else FASTER).get(kib(environment), 1.0)
 
-    plan = replace_plan(
-        boxed, variables=msgspec.structs.replace(boxed.choices["variables"], settings=Settings())
-    )
+    plan = replace_plan(boxed, variables=replace(boxed.choices["variables"], settings=Settings()))
     fake = FakeJobs(seconds, noise=0.001, transfers=transfers)
     target = read_target(plan, box)
     budget = RunBudget(sizes=(4096, 64 << 20, 256 << 20))

@@ -12,8 +12,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from tccl_py.experiments.calls import Tensors, time_threads, transfers
 from tccl_py.experiments.comparison import RunBudget
@@ -224,7 +224,7 @@ def test_rows_of_a_workload_have_all_its_dtypes_and_calls(server):
         for dtype in get_args(WorkloadDtype)
         for at, name in enumerate(("all_reduce", "send", "all_to_all", "all_reduce"))
     )
-    rows += (msgspec.structs.replace(rows[0], groups=((0, 1, 2, 3),)),)
+    rows += (replace(rows[0], groups=((0, 1, 2, 3),)),)
     calls = calls_of(Workload(name="all", source="a formula", ranks=4, rows=rows))
     assert len(calls) == 3 * len(get_args(WorkloadDtype)) + 1
     assert {row.groups for row in calls} == {groups, ()}
@@ -311,9 +311,9 @@ def test_concurrent_jobs_time_contests_of_all_choices_and_ranks_agree_on_the_tim
     choice = TunerChoice(algorithm="ring", protocol="ll", channels=2)
     other = Row(dtype="bfloat16", bytes=1 << 20, collective="reduce")
     rows = (
-        msgspec.structs.replace(row, contest=Contest(choices=(choice,), rounds=3)),
-        msgspec.structs.replace(other, contest=Contest(rounds=2)),
-        msgspec.structs.replace(row, contest=Contest(choices=(), rounds=2, table=True)),
+        replace(row, contest=Contest(choices=(choice,), rounds=3)),
+        replace(other, contest=Contest(rounds=2)),
+        replace(row, contest=Contest(choices=(), rounds=2, table=True)),
     )
     spec = JobSpec(rows=rows)
     for outcome in run_jobs(spec, 2, [{}, {}], server=server):

@@ -8,7 +8,6 @@ import re
 import signal
 from types import SimpleNamespace
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -65,7 +64,7 @@ def tuned(plan, hosts, directory, effort=EFFORT, lasted=None):
     place = place_of(plan, hosts)
     first = verify_target(target, place, effort)
     if lasted is not None:
-        first = msgspec.structs.replace(first, seconds=lasted)
+        first = replace(first, seconds=lasted)
     return run_tuning(target, place, effort, first)
 
 
@@ -89,7 +88,7 @@ def test_the_best_settings_of_all_hosts_are_found_by_their_collectives(tmp_path)
     chosen = found[0].choices["graph"]
     # Nothing that makes no difference is chosen.
     changes = {"channels": 8, "buffsize": 512 << 10, "algo": "Ring"}
-    assert chosen == msgspec.structs.replace(plan.settings, **changes)
+    assert chosen == replace(plan.settings, **changes)
     assert found[1].judged.settings == chosen
     assert found[1].accepted
     assert found[1].hosts == plan.host_order
@@ -144,7 +143,7 @@ def by_sockets(size, task):
 
 def test_over_sockets_threads_of_connections_are_tried_and_need_no_graph_file(tmp_path):
     plan = equal_hosts(3)
-    settings = msgspec.structs.replace(plan.settings, socket_ifname=("eth0",), ib_hca=())
+    settings = replace(plan.settings, socket_ifname=("eth0",), ib_hca=())
     over_sockets = replace_plan(plan, settings=settings)
     found = tuned(over_sockets, FakeHosts(seconds=by_sockets), tmp_path)
     assert found[0].plan.recommended == "variables"
@@ -160,7 +159,7 @@ def test_socket_threads_that_cost_small_messages_are_offered_and_not_recommended
         return by_sockets(size, task) + (2e-5 if threaded else 0.0)
 
     plan = equal_hosts(3)
-    settings = msgspec.structs.replace(plan.settings, socket_ifname=("eth0",), ib_hca=())
+    settings = replace(plan.settings, socket_ifname=("eth0",), ib_hca=())
     over_sockets = replace_plan(plan, settings=settings)
     target = tuned(over_sockets, FakeHosts(seconds=seconds), tmp_path)[0]
     target.write()
@@ -323,8 +322,8 @@ def judged(plan):
 
 def hoppers(rate):
     """Two hosts with GPUs of sm 90, whose two rings carry so much."""
-    gpus = tuple(msgspec.structs.replace(gpu, sm=90) for gpu in PAIR.gpus)
-    machine = msgspec.structs.replace(PAIR, gpus=gpus)
+    gpus = tuple(replace(gpu, sm=90) for gpu in PAIR.gpus)
+    machine = replace(PAIR, gpus=gpus)
     chains = ((0, (0, 1), 0), (1, (1, 0), 1))
     return cluster_plan(
         [("a", machine), ("b", machine)],
@@ -339,7 +338,7 @@ def hoppers(rate):
 def test_settings_are_tried_only_where_nccl_ends_up_with_their_channels(rate):
     plan = hoppers(rate)
     for channels in (2, 4, 8, 16):
-        settings = msgspec.structs.replace(plan.settings, channels=channels)
+        settings = replace(plan.settings, channels=channels)
         found = judged(replace_plan(plan, settings=settings))
         assert found.verdict == "used"
         assert keeps_rings(plan, settings) == (len(found.rings) == 2 * channels)
@@ -349,7 +348,7 @@ def test_settings_are_tried_only_where_nccl_ends_up_with_their_channels(rate):
 @pytest.mark.parametrize("channels", [2, 4, 8])
 def test_channels_that_nccl_would_double_at_the_rate_achieved_are_asked_for(rate, channels):
     plan = hoppers(50.0)
-    settings = msgspec.structs.replace(plan.settings, channels=channels)
+    settings = replace(plan.settings, channels=channels)
     made = check_plan(retune(plan, settings, achieved_gbps=rate), where="plan")
     assert len(judged(made).rings) == 2 * made.settings.channels
     while rate / channels > 45 and channels < 8:
@@ -388,9 +387,7 @@ def test_rings_of_a_retuned_plan_are_the_same_and_its_parts_fit(plan, tmp_path):
     for channels, size, side in itertools.product(
         (2, 8), (1 << 18, 1 << 22), ("sender", "receiver")
     ):
-        settings = msgspec.structs.replace(
-            plan.settings, channels=channels, buffsize=size, shm_locality=side
-        )
+        settings = replace(plan.settings, channels=channels, buffsize=size, shm_locality=side)
         made = check_plan(retune(plan, settings, achieved_gbps=12.0), where="plan")
         assert (made.orders, made.hosts) == (plan.orders, plan.hosts)
         assert (made.choices["graph"].achieved_gbps, made.bound_gbps, made.whole_ring_gbps) == (
@@ -410,7 +407,7 @@ def test_landings_are_tried_only_where_bytes_of_the_plans_rings_land_elsewhere()
     assert found
     for one in found:
         fields = {"net_gdr_level": None, "net_gdr_read": None}
-        assert msgspec.structs.replace(one, **fields) == plan.settings
+        assert replace(one, **fields) == plan.settings
         made = retune(plan, one, achieved_gbps=80.0)
         moved = {hop.flow for chain in made.paths[0].chains for hop in chain.hops}
         assert moved != flows

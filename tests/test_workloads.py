@@ -6,6 +6,7 @@ from typing import get_args
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from tccl_py.errors import InputError
 from tccl_py.experiments.spec import Collective
@@ -59,9 +60,7 @@ WRONG = [
     b"\xff",
     msgspec.json.encode(WORKLOAD)[:-20],
     *(
-        msgspec.json.encode(
-            msgspec.structs.replace(WORKLOAD, rows=(ROW, msgspec.structs.replace(ROW, **change)))
-        )
+        msgspec.json.encode(replace(WORKLOAD, rows=(ROW, replace(ROW, **change))))
         for change in (
             {"groups": ((0, 1), (1, 2))},
             {"groups": ((0, 4),)},
@@ -72,7 +71,7 @@ WRONG = [
             {"collective": "gossip"},
         )
     ),
-    msgspec.json.encode(msgspec.structs.replace(WORKLOAD, format_version=2)),
+    msgspec.json.encode(replace(WORKLOAD, format_version=2)),
 ]
 
 
@@ -130,7 +129,7 @@ def test_bundled_workloads_have_the_parameters_that_their_papers_state():
 
 
 def test_groups_of_unlike_sizes_are_shown_with_their_sizes(tmp_path):
-    row = msgspec.structs.replace(ROW, groups=((0, 1), (2, 3, 4), (5, 6)))
-    write_workload(msgspec.structs.replace(WORKLOAD, ranks=7, rows=(row,)), tmp_path / "job.json")
+    row = replace(ROW, groups=((0, 1), (2, 3, 4), (5, 6)))
+    write_workload(replace(WORKLOAD, ranks=7, rows=(row,)), tmp_path / "job.json")
     shown = tccl("workload", str(tmp_path / "job.json"))
     assert "2 x 2 ranks, 1 x 3 ranks" in shown.stdout
