@@ -174,13 +174,6 @@ def test_a_jump_is_told_by_its_size(jump_ns):
     assert jumped_us == pytest.approx(jump_ns / 1e3, abs=3)
 
 
-def test_the_sentence_about_a_jump_says_what_to_discard():
-    clock = Clock(device="G1")
-    clock.add(ClockReading(at_ns=0, offset_ns=100, error_ns=1_500))
-    told = clock.find_jump(ClockReading(at_ns=0, offset_ns=1_000_100, error_ns=1_500))
-    assert "G1: its clock jumped" in told
-
-
 def test_a_coarse_reading_does_not_spoil_fine_ones():
     device = FakeDevice(offset_ns=10**18, drift_ppb=0)
     clock = Clock()

@@ -238,17 +238,6 @@ def test_a_coupled_ring_moves_as_much_on_each_hop(controller):
     assert max(moved) - min(moved) <= 2 * (4 + 4)
 
 
-def test_repeats_have_counters_and_records_of_their_own(controller):
-    program = program_of(SETS["both ways"][0], 2)
-    made = controller(2)
-    for _ in range(2):
-        outcomes = made.run_until_moving(program, repeats=3, check=True)
-        for records in outcomes:
-            assert all((rows["errors"] == 0).all() for rows in records.values())
-        starts = [records["G0"]["start"][0] for records in outcomes]
-        assert starts == sorted(starts)
-
-
 def test_lanes_start_when_released_and_stop_by_the_clock(controller):
     program = program_of("G0->G0->C0{blocks=3}", 1)
     made = controller(1)

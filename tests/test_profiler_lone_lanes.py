@@ -18,7 +18,7 @@ from tccl_py.model.transfer import parse_flow, parse_set, transfer_set
 from tccl_py.sources.bench import Bench
 from tccl_py.sources.journal import JournalFile, read_journal
 from tests.fakes import FakePool
-from tests.profiler_pools import is_running, moving, options, pool_of, until, workers_of
+from tests.profiler_pools import is_running, options, pool_of, until, workers_of
 
 FEW = "G0->G0->G1{blocks=4,fifo=256K} G1->G1->G0{blocks=4,fifo=256K}"
 LONE = 20.0
@@ -224,16 +224,6 @@ def before_runs(monkeypatch, act):
     monkeypatch.setattr(Pool, "run", watched)
 
 
-def test_the_host_backend_goes_the_same_way(monkeypatch):
-    texts = []
-    before_runs(monkeypatch, texts.append)
-    with pool_of(memory=HOST) as pool:
-        assert str(moving(pool, HOST_RING).transfers) == HOST_RING
-    # Checked first, then looked at with few lanes.
-    assert texts.index(HOST_RING) < texts.index(HOST_FEW)
-    assert set(texts) == {HOST_RING, HOST_FEW}
-
-
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_worker_killed_while_few_lanes_run_is_replaced_and_the_set_measured(monkeypatch, times):
     with pool_of(memory=HOST) as pool:
@@ -241,7 +231,7 @@ def test_a_worker_killed_while_few_lanes_run_is_replaced_and_the_set_measured(mo
 
         def kill(text):
             if text == HOST_FEW and len(killed) < times:
-                killed.append(pool.workers[0].process.pid)
+                killed.append(pool.workers.processes["G0"].process.pid)
                 os.kill(killed[-1], signal.SIGKILL)
                 until(lambda: not is_running(killed[-1]))
 

@@ -107,44 +107,10 @@ def test_workers_are_started_once_and_measure_many_sets(pool, profiler):
     assert (pool.pids, workers_of()) == (before, workers)
 
 
-def test_a_set_measured_again_is_about_as_fast(pool):
-    def best():
-        return max(max(moving(pool, str(BOUNCE)).samples_gbps[0]) for _ in range(3))
-
-    needs_idle_cores()
-    first, again = best(), best()
-    with unless_busy():
-        assert 0.1 < first / again < 10
-
-
 def test_flows_of_a_set_run_together(pool):
     needs_idle_cores()
     with unless_busy():
         assert statistics.median(moving(pool, BOTH_WAYS).overlap for _ in range(9)) > 0.5
-
-
-def test_a_set_listed_twice_is_measured_twice(profiler):
-    first, other, again = profiler.measure([BOUNCE, parse_set(DIRECT), BOUNCE])
-    assert first.transfers == again.transfers == BOUNCE
-    assert str(other.transfers) == DIRECT
-    assert first.samples_gbps != again.samples_gbps
-    assert profiler.sets_run == 3
-
-
-@pytest.mark.parametrize(("check", "checks"), [("once", 1), ("every", 3)])
-def test_data_are_compared_once_or_always(pool, monkeypatch, check, checks):
-    timings = []
-    run = Pool.run
-    monkeypatch.setattr(
-        Pool,
-        "run",
-        lambda self, program, timing: timings.append(timing) or run(self, program, timing),
-    )
-    profiler = Profiler(pool, options=options(check=check))
-    profiler.measure([BOUNCE] * 3)
-    # A check is repeated with a longer window if nothing has arrived.
-    windows = [one.window_us for one in timings if one.check]
-    assert windows.count(min(windows)) == checks
 
 
 def test_flows_that_meet_pass_on_or_are_independent(pool):

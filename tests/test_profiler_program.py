@@ -298,24 +298,6 @@ def test_a_fifo_is_four_slices_of_two_slots():
     assert (part.ends[0].slices, part.slice_bytes) == (4, 1 << 20)
 
 
-@given(st.lists(flows(), min_size=1, max_size=6), st.integers(1, 64))
-@settings(max_examples=100, deadline=None)
-def test_free_flows_share_the_blocks_of_the_busiest_gpu(drawn, lanes):
-    free = [
-        flow
-        for flow in drawn
-        if flow.blocks is None and not any(one.uses_copy_engine for one in flow.transfers)
-    ]
-    load = Counter(one.executor.index for flow in free for one in flow.transfers)
-    if not free or max(load.values()) > lanes:
-        return
-    transfers = transfer_set(free)
-    program = program_for(transfers, lanes=lanes_of(GPUS, lanes))
-    for flow, part in zip(transfers.flows, program.counted, strict=True):
-        most = min(lanes // load[one.executor.index] for one in flow.transfers)
-        assert 1 <= len(part.numbers) <= min(FREE_BLOCKS, most)
-
-
 def blocks_on(flow):
     """The GPUs that run blocks of a flow: both ends where its slices go through a FIFO."""
     executors = {one.executor.index for one in flow.transfers if not one.uses_copy_engine}
