@@ -327,12 +327,12 @@ def test_workers_are_not_started_anew_after_the_deadline():
 
 
 def test_a_set_has_its_time_and_always_its_minimum():
-    measurement = one(profiler_of(FakePool(swinging, run_s=0.2), seconds_per_set=2.0))
+    measurement = one(profiler_of(FakePool(swinging, run_s=0.2), stopping=Stopping(seconds=2.0)))
     assert len(measurement.samples_gbps[0]) == 10
     assert not measurement.settled
-    measurement = one(profiler_of(FakePool(swinging, run_s=10.0), seconds_per_set=2.0))
+    measurement = one(profiler_of(FakePool(swinging, run_s=10.0), stopping=Stopping(seconds=2.0)))
     assert len(measurement.samples_gbps[0]) == 6
-    measurement = one(profiler_of(FakePool(steady, run_s=10.0), seconds_per_set=2.0))
+    measurement = one(profiler_of(FakePool(steady, run_s=10.0), stopping=Stopping(seconds=2.0)))
     assert measurement.settled
 
 
@@ -469,7 +469,7 @@ def test_copies_beside_kernels_that_move_nothing_fail_all_the_same():
 def test_windows_that_keep_growing_end():
     """A set that is slower each time it is looked at."""
     pool = FakePool(lambda text, number: [20.0 * 0.93**number], skew_us=10.0)
-    measurement = one(profiler_of(pool, seconds_per_set=1e6))
+    measurement = one(profiler_of(pool, stopping=Stopping(seconds=1e6)))
     assert len(pool.timings) < 40
     assert measurement.window_us <= 50_000
 

@@ -14,7 +14,6 @@ import numpy as np
 from tccl_profiler.messages import Pace
 from tccl_profiler.program import FlowEndpoint, Program
 from tccl_profiler.shared_memory import MAX_STAMPS
-from tccl_py.errors import InputError
 from tccl_py.statistics import LEAST_VALUES, median_interval
 
 STRETCH = 4  # factor of the next window, if not every repeat in this one counts
@@ -172,23 +171,22 @@ def outliers(samples: Sequence[float]) -> tuple[int, ...]:
 
 
 class Stopping(msgspec.Struct, frozen=True, kw_only=True):
-    """Repeat until every flow's 95 % interval of the median, relative to it, is below `target`.
-
-    `minimum` and `limit` count repeats. Rows of `samples_by_flow` are flows, columns repeats.
-    """
+    """When a set has enough repeats. Rows of `samples_by_flow` are flows, columns repeats."""
 
     target: float = 0.01
+    """Every flow's 95 % interval of the median, relative to it, is to be narrower."""
     minimum: int = 6
+    """Repeats that are always made."""
     limit: int = 30
+    """Repeats after which no more are made."""
+    seconds: float = 5.0
+    """Time after which no more are made."""
 
-    def __post_init__(self) -> None:
-        if not (self.target > 0 and 1 <= self.minimum <= self.limit):
-            values = f"target {self.target}, minimum {self.minimum}, limit {self.limit}"
-            raise InputError("stopping rule", values, "give target > 0 and 1 <= minimum <= limit")
-
-    def enough(self, samples_by_flow: Sequence[Sequence[float]]) -> bool:
-        """Return whether the limit or the target is reached."""
-        return len(samples_by_flow[0]) >= self.limit or self.is_reached(samples_by_flow)
+    def enough(self, samples_by_flow: Sequence[Sequence[float]], lasted_s: float = 0.0) -> bool:
+        """Return whether a limit or the target is reached."""
+        count = len(samples_by_flow[0])
+        late = lasted_s > self.seconds and count >= self.minimum
+        return late or count >= self.limit or self.is_reached(samples_by_flow)
 
     def is_reached(self, samples_by_flow: Sequence[Sequence[float]]) -> bool:
         """Return whether every flow's interval is narrower than the target."""

@@ -53,8 +53,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     meeting: FlowCoupling = "pass-on"
     check: Literal["once", "every"] = "once"
     """Whether each flow's data are compared once, or with every set."""
-    seconds_per_set: float = 5.0
-    """A set that has taken so long gets no repeats beyond `stopping.minimum`."""
     network: str = "tcp"
     """A name of NIC_TRANSPORTS."""
 
@@ -224,7 +222,7 @@ class Profiler:
         limits, begun, pacings, uncounted = self.options.limits, self._now(), 0, 0
         window, channels = self._windows.get(program.transfers) or self._trial(program)
         seen: list[rates.Sample] = []
-        while not self._enough(stopping, seen, self._now() - begun):
+        while not (seen and stopping.enough(_rows(seen), self._now() - begun)):
             # 1. The least number of repeats, then some more, not beyond the limit.
             missing = stopping.minimum - len(seen)
             more = missing if missing > 0 else min(_MORE, stopping.limit - len(seen))
@@ -261,10 +259,6 @@ class Profiler:
                     )
         self._windows[program.transfers] = window, channels
         return window, seen
-
-    def _enough(self, stopping: Stopping, seen: Sequence[rates.Sample], lasted_s: float) -> bool:
-        late = lasted_s > self.options.seconds_per_set and len(seen) >= stopping.minimum
-        return bool(seen) and (late or stopping.enough(_rows(seen)))
 
     def _trial(self, program: Program) -> tuple[Window, tuple[ChannelRate, ...]]:
         # The few slices that a copy moves in a trial may all end within a warm-up.
