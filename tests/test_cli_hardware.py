@@ -93,7 +93,7 @@ def test_measurement_options_become_the_options_of_a_session():
     place = measured_machine("host", 2)
     session = opening.open_session(place, (0, 1), MeasurementOptions(target=0.2, check=True))
     assert session.options.stopping.target == 0.2
-    assert (session.options.check, session.options.meeting) == ("every", "pass-on")
+    assert (session.options.check, session.options.meeting) == (True, "pass-on")
     assert "core" in session.header.identity
 
 

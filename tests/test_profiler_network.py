@@ -179,7 +179,7 @@ def test_a_nic_counts_what_it_moves(hosts):
 def test_a_profiler_measures_over_hosts_as_on_one(hosts):
     profiler = Profiler(
         hosts,
-        options=options(check="every"),
+        options=options(check=True),
         source="host backend",
     )
     sets = [

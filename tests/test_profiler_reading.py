@@ -554,7 +554,7 @@ def test_a_flow_that_damages_data_is_named():
     assert not isinstance(caught.value, BrokenLinkError)
 
 
-@pytest.mark.parametrize(("check", "checks"), [("once", 2), ("every", 4)])
+@pytest.mark.parametrize(("check", "checks"), [(False, 2), (True, 4)])
 def test_flows_are_checked_once_or_always(check, checks):
     pool = FakePool(steady)
     profiler = profiler_of(pool, check=check)

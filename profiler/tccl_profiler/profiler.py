@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -51,8 +51,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     stopping: Stopping = msgspec.field(default_factory=Stopping)
     limits: WindowLimits = msgspec.field(default_factory=WindowLimits)
     meeting: FlowCoupling = "pass-on"
-    check: Literal["once", "every"] = "once"
-    """Whether each flow's data are compared once, or with every set."""
+    check: bool = False
+    """Whether data are compared in every set, not once for each flow."""
     network: str = "tcp"
     """A name of NIC_TRANSPORTS."""
 
@@ -163,7 +163,7 @@ class Profiler:
     def _check(self, program: Program) -> None:
         """Compare arriving data with what was sent, for flows that were not checked yet."""
         flows = {str(flow) for flow in program.transfers.flows}
-        if self.options.check == "once" and flows <= self._checked:
+        if not self.options.check and flows <= self._checked:
             return
         transfers = checkable(program.transfers)
         proof = program if transfers == program.transfers else self._compile(transfers)

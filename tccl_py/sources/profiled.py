@@ -115,7 +115,7 @@ class MeasurementOptions(msgspec.Struct, frozen=True, kw_only=True):
         return Options(
             stopping=Stopping(target=self.target, limit=self.repeats),
             meeting=msgspec.convert(self.meeting, FlowCoupling),
-            check="every" if self.check else "once",
+            check=self.check,
         )
 
 

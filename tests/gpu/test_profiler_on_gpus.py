@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.timeout(240),
     pytest.mark.usefixtures("sharing"),
 ]
-QUICK = Options(stopping=Stopping(limit=6), check="every")
+QUICK = Options(stopping=Stopping(limit=6), check=True)
 
 
 def tccl(*words):

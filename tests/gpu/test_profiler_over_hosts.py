@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.timeout(240),
     pytest.mark.usefixtures("sharing"),
 ]
-QUICK = Options(stopping=Stopping(limit=6), limits=LIMITS, check="every")
+QUICK = Options(stopping=Stopping(limit=6), limits=LIMITS, check=True)
 ONLY = {"h0": frozenset({"G0", "N0"}), "h1": frozenset({"G1", "N0"})}
 OVER = "h0.G0->h0.G0->h0.C0->h0.N0->h1.N0->h1.N0->h1.C0->h1.G1->h1.G1{blocks=2}"
 BACK = "h1.G1->h1.G1->h1.C0->h1.N0->h0.N0->h0.N0->h0.C0->h0.G0->h0.G0{blocks=2}"
