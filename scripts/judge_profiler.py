@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -97,48 +98,30 @@ def main() -> None:
     ]
     done = subprocess.run(plain, capture_output=True, text=True, check=True)
     (folder / "plain-copies.json").write_text(done.stdout)
-    with opened(discovered, folder, 1) as (session, source):
+    speed: dict[str, float] = {}
+    with opened(discovered, folder, 1, speed) as (session, source):
         nccl = compared(discovered, source, folder / "nccl.json", quick=quick)
         rings = [row["set"] for row in nccl["rows"]]
         repeated(discovered, source, rings, quick=quick)
-        speed = search_speed(discovered, session)
-    facts(folder, 1, session, speed)
-    with opened(discovered, folder, 2) as (session, source):
+        speed |= search_speed(discovered, session)
+    with opened(discovered, folder, 2, {}) as (session, source):
         repeated(discovered, source, rings, quick=quick)
-    facts(folder, 2, session, {})
 
 
-class opened:  # noqa: N801 - reads as a function does
-    """A session with its own pool, and a journal over the session."""
-
-    def __init__(self, discovered, folder, number):
-        machine, _, fingerprint = discovered
-        self.session = Session(machine, fingerprint)
-        self.path = folder / f"journal-{number}.jsonl"
-
-    def __enter__(self):
-        begun = time.monotonic()
-        self.session.__enter__()
-        self.session.opened_s = time.monotonic() - begun
-        self.source = Bench(
-            self.session.profiler, journal=JournalFile(self.path, self.session.header)
-        )
-        return self.session, self.source
-
-    def __exit__(self, *error):
-        self.session.memory = {
-            "device_bytes": max(
-                worker.memory_bytes for worker in self.session.pool.started.values()
-            ),
-        }
-        self.source.close()
-        self.session.__exit__(*error)
-
-
-def facts(folder, number, session, more) -> None:
+@contextmanager
+def opened(discovered, folder, number, more):
+    """Yield a session with its own pool and a journal over it; write its facts, and `more`."""
+    machine, _, fingerprint = discovered
+    path, begun = folder / f"journal-{number}.jsonl", time.monotonic()
+    with Session(machine, fingerprint) as session:
+        opened_s = time.monotonic() - begun
+        source = Bench(session.profiler, journal=JournalFile(path, session.header))
+        yield session, source
+        used = max(worker.memory_bytes for worker in session.pool.started.values())
+        source.close()
     run_facts = {
-        "opened_s": session.opened_s,
-        **session.memory,
+        "opened_s": opened_s,
+        "device_bytes": used,
         "conditions": session.conditions,
         "notices": session.notices,
         **more,

@@ -214,14 +214,14 @@ def _answer(logs: Sequence[CommunicatorLog], release: str) -> Answer:
     """Return an answer from the ranks' logs and rank 0's dump."""
     log = parse_log("\n".join(rank.log for rank in logs), where="NCCL's log")
     dump = parse_graph_file(logs[0].dump, where="NCCL's dump", version=release)
-    graphs = (
+    ring, tree = (
         graph_text(round(graph.speedintra, 3), graph.typeintra, graph.orders)
         for graph in (dump[RING], dump[TREE])
     )
     channels = " ".join(map(ring_text, log.rings_over(len(logs))))
     via = {(link.source, link.target): link.via[0] for link in log.connections}
     transports = "".join(via.get(hop, "?") for hop in hops_of(channels)) if via else ""
-    return Answer(*graphs, channels, transports)
+    return Answer(ring, tree, channels, transports)
 
 
 def _plans() -> Iterator[tuple[str, Question, tuple[tuple[int, ...], ...]]]:

@@ -19,6 +19,7 @@ import tempfile
 import time
 from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -65,7 +66,7 @@ def extent(text: str, function: str, file: str) -> tuple[int, int]:
         if body is None:
             raise ValueError(f"{file} has no function {function}")
         return body.span()
-    node: ast.AST = ast.parse(text)
+    node: Any = ast.parse(text)
     for name in function.split("."):
         inner = [
             part

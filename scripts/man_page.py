@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -11,10 +10,14 @@ from typing import Any
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from command_pages import arguments_and_options, commands, description, help_text, synopsis, term
-
+from scripts.command_pages import (
+    arguments_and_options,
+    commands,
+    description,
+    help_text,
+    synopsis,
+    term,
+)
 from tccl_py.cli.main import _frame, app
 
 FILE = Path(__file__).resolve().parent.parent / "man" / "tccl.1"

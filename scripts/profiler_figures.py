@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -60,7 +61,7 @@ class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
 Journal = dict[str, list[Measurement]]
 
 
-def load(folder: Path) -> tuple[list[Journal], dict[str, object], dict[str, list[float]]]:
+def load(folder: Path) -> tuple[list[Journal], dict[str, Any], dict[str, list[float]]]:
     """Read both journals, NCCL's rates, and the plain loops' rates by set."""
     paths = [folder / f"journal-{i}.jsonl" for i in (1, 2)]
     read = [read_journal(path).measurements for path in paths if path.exists()]

@@ -6,6 +6,7 @@ usage: scripts/compare-with-published
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from pathlib import Path
 
 from scripts.simulator_fit import (
@@ -43,11 +44,11 @@ def sections() -> str:
         machine: Fit((*measured, *read_published(without=machine))).parameters()
         for machine in machines
     }
-    sources = sorted({row.source for row in (*content.rates, *content.apart, *content.latencies)})
+    sources = {*map(attrgetter("source"), (*content.rates, *content.apart, *content.latencies))}
     tables = (_parameters(content, without), _fitted(content, fit, without), _apart(content))
     lines = [line for table in tables for line in (*table, "")]
     return "\n".join(
-        [*lines, f"Sources: {'; '.join(sources)}. Pages are those of {REPOSITORY}.", ""]
+        [*lines, f"Sources: {'; '.join(sorted(sources))}. Pages are those of {REPOSITORY}.", ""]
     )
 
 

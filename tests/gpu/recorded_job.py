@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ def main():
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     job = Job(rank, world, device)
-    tracing = nullcontext()
+    tracing: Any = nullcontext()
     if traces:
         tracing = torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU],
