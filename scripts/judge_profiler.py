@@ -117,11 +117,9 @@ def opened(discovered, folder, number, more):
         opened_s = time.monotonic() - begun
         source = Bench(session.profiler, journal=JournalFile(path, session.header))
         yield session, source
-        used = max(worker.memory_bytes for worker in session.pool.started.values())
         source.close()
     run_facts = {
         "opened_s": opened_s,
-        "device_bytes": used,
         "conditions": session.conditions,
         "notices": session.notices,
         **more,
