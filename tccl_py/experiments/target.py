@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import chain, pairwise
 from pathlib import Path
@@ -298,7 +298,11 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             ran = {arm.name for arm in result.arms if not (arm.failure or arm.wrong)}
             pairs = self._p2p(plan.choices["default"])
             common = {name for name, way in plan.choices.items() if self._p2p(way) & pairs}
-            plan = _failing(plan, common - ran)
+            fails = plan.choices["default"].fails
+            if "variables" in common - ran:
+                plan = plan.with_choice("variables", predicted_gbps=None, fails=fails)
+            if "graph" in common - ran:
+                plan = plan.with_choice("graph", fails=fails)
         return replace(self, plan=replace(plan, winner=result.winner, dry_run=dry_run))
 
     def write(self) -> None:
@@ -327,14 +331,6 @@ def read_target(plan: Plan, directory: Path) -> Target:
             raise InputError(str(file), "is missing", "plan again, or `tccl export` it")
         graphs[host] = read_text(file)
     return target_of(plan, directory, graphs)
-
-
-def _failing(plan: Plan, names: Collection[ChoiceName]) -> Plan:
-    """Return the plan with choices that fail as default NCCL does."""
-    fails = plan.choices["default"].fails
-    if "variables" in names:
-        plan = plan.with_choice("variables", predicted_gbps=None, fails=fails)
-    return plan.with_choice("graph", fails=fails) if "graph" in names else plan
 
 
 def _with_achieved(plan: Plan, rates: Rates) -> Plan:

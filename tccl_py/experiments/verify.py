@@ -192,7 +192,14 @@ class Judge(NamedTuple):
             devices=tuple(rank.device for rank in ranks),
             order="".join(letters[name] for name, _ in rounds.jobs),
             at_once=rounds.at_once,
-            raw=tuple(tuple(_collective_seconds(job)) for _, job in rounds.jobs),
+            raw=tuple(
+                tuple(
+                    tuple(times.seconds for times in ranks)
+                    for ranks in job.rows
+                    if not ranks[0].row.mode
+                )
+                for _, job in rounds.jobs
+            ),
             seconds=time.monotonic() - self.begun,
         )
 
@@ -249,13 +256,6 @@ def rings_of_jobs(
     judge = target.verdict
     comparisons = [rings_found(target.plan, judge, job.log, variables) for job in logs]
     return next((rings for rings in comparisons if not rings.same), comparisons[0])
-
-
-def _collective_seconds(job: Outcome) -> Iterator[tuple[tuple[float, ...], ...]]:
-    """Yield the seconds of each collective on all ranks, by batch."""
-    for ranks in job.rows:
-        if not ranks[0].row.mode:
-            yield tuple(times.seconds for times in ranks)
 
 
 def _wrong_training(baseline: Sequence[Outcome], jobs: Sequence[Outcome]) -> Iterator[WrongValue]:
