@@ -178,9 +178,8 @@ class ClassStudy(ClassRates):
         *,
         allow: Callable[[], object] = lambda: None,
     ) -> None:
-        self.task = task
-        self._left = task.budget.sets
-        self._more = 0
+        self.task, self._more = task, 0
+        self._allowance = Allowance(task.budget.sets)
         self._searched: list[Candidate] = []
         table = self._explore(node_class.name) if kept is None else kept
         super().__init__(node_class, table)
@@ -208,10 +207,8 @@ class ClassStudy(ClassRates):
         self._searched = sorted(choices, key=lambda choice: -choice.rate_gbps)
         self.sets_by_symmetry = sum(result.sets_by_symmetry for result in results)
         # Half of the budget at least is left for chains shared by all classes.
-        for result in results:
-            self._spend(result)
-        if task.budget.sets is not None:
-            self._left = max(self._left or 0, task.budget.sets // 2)
+        spent, most = sum(result.sets for result in results), task.budget.sets or 0
+        self._allowance.spent = min(spent, most - most // 2)
         return KeptTable(
             node_class=node_class,
             gpus=task.gpus,
@@ -223,41 +220,36 @@ class ClassStudy(ClassRates):
             default=Choice(name="default", settings=task.default_settings, note=search.note)
             if default is None
             else _own("default", default),
-            railed=self._rate_railed(variables.settings) if task.railed else None,
+            railed=self._rate_railed(variables.settings),
             notices=tuple(dict.fromkeys(note for result in results for note in result.notices)),
         )
 
     def _rate_railed(self, settings: Settings) -> Choice | None:
-        """Rate NCCL's own chains that leave hosts by the NIC of their entry; None if that fails."""
+        """Rate NCCL's own chains that leave hosts by the NIC of their entry, where that matters."""
         under = replace(settings, cross_nic=0, min_channels=None)
-        with suppress(SearchError, MeasurementError):
-            own = rate_default(self.task, under, self.task.default_rings(under), well=True)
-            return _own("variables", own)
+        if self.task.railed:
+            with suppress(SearchError, MeasurementError):
+                own = rate_default(self.task, under, self.task.default_rings(under), well=True)
+                return _own("variables", own)
         return None
 
     def _search_gdr(self, best: Candidate) -> Iterator[tuple[Settings, SearchResult]]:
         """Search for the best chains with other NIC buffer placements."""
         rings, floor = [best.rings.rings], best.rate_gbps * (1 + WORTH)
         for gdr in gdr_variants(self.task.view(best.settings), nics=self.task.nics):
-            sets = self._few_sets
-            result = self.task.search(gdr, known=rings, floor=floor, sets=sets)
+            result = self.task.search(gdr, known=rings, floor=floor, sets=self._few_sets)
             if result is not None:
                 yield gdr, result
-
-    def _spend(self, result: SearchResult) -> None:
-        # What the journal answers counts as well: a resumed run goes the same way.
-        if self._left is not None:
-            self._left -= result.sets_measured + result.sets_remembered
 
     @property
     def cut_short(self) -> bool:
         """Whether the limit of sets is spent."""
-        return self._left is not None and self._left <= 0
+        return self._allowance.left <= 0
 
     @property
     def _few_sets(self) -> int:
         """The limit of sets for a further search: without any, there might be no plan."""
-        return PAIRED_SETS if self._left is None else max(1, min(PAIRED_SETS, self._left))
+        return max(1, int(min(PAIRED_SETS, self._allowance.left)))
 
     def _best_of(self, choice: Candidate, *, chosen: bool = False) -> KeptChains:
         """Return the best chains under their settings."""
@@ -308,7 +300,7 @@ class ClassStudy(ClassRates):
         """Search with a part of the budget that is left, and stop if the search was interrupted."""
         result = task.search(settings, known=rings, sets=self._few_sets)
         if result is not None:
-            self._spend(result)
+            self._allowance.spent += result.sets
             if result.cancelled:
                 self.stopped = task.source.allowance.stopped = True
         return result

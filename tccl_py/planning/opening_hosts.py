@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from tccl_py.errors import InputError, MeasurementError, require, spell
 from tccl_py.files import pick
-from tccl_py.model.cluster import Cluster, cabled_nics, check_cluster, compress
+from tccl_py.model.cluster import Cluster, NodeClass, cabled_nics, check_cluster, compress
 from tccl_py.model.links import Proof
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.reports import HostReport, cluster_of, part_of, split_classes, with_rails
@@ -217,22 +217,20 @@ def _of_hosts(asked: HostsRequest, models: Models) -> tuple[Subject, Cluster]:
     """Open simulated hosts, or those that a plan grows by without measuring."""
     model, source, by_name = None, None, dict[str, Simulator]()
     request, known = asked.request, asked.known
+    kind: MachineModel | NodeClass
     if request.simulate is not None:
-        model, source = open_model(request, request.simulate)
-        nodes, switches = request.nodes, request.switches
-        cluster = simulated_cluster(model, nodes, request.hosts, switches, known)
+        kind, source = open_model(request, request.simulate)
+        model = kind
         by_name = {name: Simulator(m) for name, m in models.items() if m is not None}
-    else:
+    elif known is None:
         right = f"add --simulate MACHINE, or {UNDER_MPI}"
-        assert request.hosts is not None
-        if known is None:
-            raise InputError("`hosts`", "names no host of a plan in the directory", right)
-        kind, *further = known.classes
-        fault = f"are of one of {1 + len(further)} classes"
-        require(not further, "`hosts`", fault, f"{UNDER_MPI}: then their class is found out")
-        listed = listed_hosts(request.hosts, where="`hosts`")
-        reports = _new_reports(listed, pick(kind, "machine", "knowledge"), known)
-        cluster = _cluster(reports, request.switches, known, where="`hosts`")
+        raise InputError("`hosts`", "names no host of a plan in the directory", right)
+    elif len(known.classes) > 1:
+        fault = f"are of one of {len(known.classes)} classes"
+        raise InputError("`hosts`", fault, f"{UNDER_MPI}: then their class is found out")
+    else:
+        (kind,) = known.classes
+    cluster = simulated_cluster(kind, request.nodes, request.hosts, request.switches, known)
 
     def search() -> Plan:
         with source or nullcontext():
@@ -314,27 +312,20 @@ def doubts_of_links(proofs: Mapping[str, Proof]) -> tuple[str, ...]:
 
 
 def simulated_cluster(
-    model: MachineModel,
+    kind: MachineModel | NodeClass,
     nodes: int | None,
     hosts: str | None,
     switches: Path | None,
     known: Cluster | None = None,
 ) -> Cluster:
-    """Return a cluster of known and equal nodes: those of a list, or as many as `nodes` says.
+    """Return a cluster of known hosts and equal ones: those of a list, or as many as `nodes` says.
 
     Raises InputError: neither, too few or too many, or both and they differ.
     """
-    listed, of_model = _list(nodes, hosts, known), pick(model, "machine", "knowledge")
-    reports = _new_reports(listed, of_model, known)
+    old, machine = known.host_classes if known else {}, pick(kind, "machine", "knowledge")
+    new = (host for host in _list(nodes, hosts, known) if host.name not in old)
+    reports = [HostReport(host=host.name, slots=host.slots, **machine) for host in new]
     return _cluster(reports, switches, known, where=hosts or "cluster")
-
-
-def _new_reports(
-    hosts: Iterable[HostSlots], machine: Mapping[str, Any], known: Cluster | None
-) -> list[HostReport]:
-    old = known.host_classes if known else {}
-    new = (host for host in hosts if host.name not in old)
-    return [HostReport(host=host.name, slots=host.slots, **machine) for host in new]
 
 
 def cluster_of_job(

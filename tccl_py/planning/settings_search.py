@@ -266,8 +266,7 @@ def _explore(task: Task, search: SettingsSearch, remaining: int) -> int:
         result = task.search(settings, known=known, floor=floor, sets=share)
         if result is None:
             continue
-        # What the journal answers counts as well: a resumed run goes the same way.
-        remaining -= result.sets_measured + result.sets_remembered
+        remaining -= result.sets
         found = search.add(settings, result)
         tuned = found if search.cancelled else _tune(task, found)
         search.searched.append(tuned)

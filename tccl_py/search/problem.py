@@ -112,6 +112,12 @@ class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
     """Whether measurements confirmed the symmetry that the problem describes."""
     notices: tuple[str, ...] = ()
 
+    @property
+    def sets(self) -> int:
+        """The sets asked for: what a journal answers counts, so that a resumed run goes on as it
+        would."""
+        return self.sets_measured + self.sets_remembered
+
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a search; `best_gbps` is 0 before the first ring is known."""
