@@ -442,20 +442,35 @@ def test_hosts_of_a_class_with_unequal_ranks_are_refused_by_name():
         make_cluster_plan(cluster_of(reports, where="test"), [MadeUp(0)])
 
 
-def test_an_interrupted_search_gives_the_best_so_far():
-    class Impatient:
-        left = 60
+class Impatient:
+    """Watches a search, and presses Ctrl-C once at an update."""
 
-        def __call__(self, progress):
-            self.left -= 1
-            if self.left < 0:
-                raise KeyboardInterrupt
+    def __init__(self, at=None):
+        self.at, self.updates = at, 0
 
+    def __call__(self, progress):
+        self.updates += 1
+        if self.updates == self.at:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.99])
+def test_an_interrupted_search_gives_the_best_so_far_and_searches_no_more(share):
     machine = networked_machine(gpus=4, nics=2, numa_nodes=2)
-    cluster = cluster_with([machine, machine])
-    plan = make_cluster_plan(cluster, [Simulator(model_for(machine))], reporter=Impatient())
+    cluster, source = cluster_with([machine, machine]), Simulator(model_for(machine))
+
+    def planned(reporter):
+        tables = []
+        return make_cluster_plan(cluster, [source], reporter=reporter, tables=tables), tables
+
+    whole = Impatient()
+    planned(whole)
+    impatient = Impatient(int(share * whole.updates))
+    plan, tables = planned(impatient)
     assert plan.cancelled
     assert plan.rate_gbps >= plan.choices["default"].rate_gbps * 0.99
+    # While tables are made, nothing more is searched for.
+    assert impatient.updates == impatient.at or not tables
 
 
 # Placing a node's sets on hosts
