@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable
 from contextlib import suppress
+from itertools import chain
 
 import msgspec
 
@@ -15,7 +15,7 @@ from tccl_py.nccl.network import chain_hop_space
 from tccl_py.nccl.network import gdr_variants as gdr_settings
 from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.nccl.transport import final_channels
-from tccl_py.plan.chains import HostPath
+from tccl_py.plan.chains import HostPath, PlanChain, plan_chain
 from tccl_py.plan.machine_files import class_view, path_types
 from tccl_py.plan.plan import Plan
 
@@ -36,41 +36,36 @@ def ends_as_measured(settings: Settings, *, sm: int | None, hosts: int, rate_gbp
 
 def path_space(plan: Plan, path: HostPath, settings: Settings, count: int) -> HopSpace:
     """Return the hops open to each of `count` rings, or chains, on hosts with a path."""
-    ends = {nic for chain in path.chains for nic in (chain.entry_nic, chain.exit_nic)}
-    nics = sorted(nic for nic in ends if nic is not None)
     host_view = class_view(plan, path.node_class, settings)
-    return chain_hop_space(host_view, nics=nics, chains_in_set=count)
+    return chain_hop_space(host_view, nics=_nics(path.chains), chains_in_set=count)
 
 
-def _move(plan: Plan, path: HostPath, settings: Settings) -> HostPath:
-    """Return a path with the flows of its chains under these settings.
+def _nics(chains: Iterable[PlanChain]) -> list[int]:
+    ends = {nic for of in chains for nic in (of.entry_nic, of.exit_nic)}
+    return sorted(nic for nic in ends if nic is not None)
+
+
+def _move_rings(plan: Plan, settings: Settings) -> tuple[HostPath, ...]:
+    """Return the plan's paths with the flows of their chains under these settings.
 
     Raises SearchError: a pair of its GPUs, or a GPU and a NIC, has no hop then.
     """
-    host_view = class_view(plan, path.node_class, settings)
-    space = path_space(plan, path, settings, len(path.chains))
-    replace, chains = msgspec.structs.replace, []
-    for chain in path.chains:
-        moved_ring = ring_like(space, chain.ring)
-        moved = zip(chain.hops, moved_ring.hops, strict=True)
-        hops = tuple(replace(hop, flow=new.flow) for hop, new in moved)
-        chains.append(replace(chain, hops=hops))
-    type_intra, type_inter = path_types(host_view, chains)
-    return replace(path, chains=tuple(chains), type_intra=type_intra, type_inter=type_inter)
-
-
-def _all_moved(plan: Plan, settings: Settings) -> tuple[HostPath, ...]:
-    return tuple(_move(plan, path, settings) for path in plan.paths)
-
-
-def _flows(path: HostPath) -> list[Flow]:
-    return [hop.flow for chain in path.chains for hop in chain.hops]
+    paths = []
+    for path in plan.paths:
+        space = path_space(plan, path, settings, len(path.chains))
+        rings = [ring_like(space, of.ring).hops for of in path.chains]
+        rates = [[hop.rate_gbps for hop in of.hops] for of in path.chains]
+        chains = tuple(map(plan_chain, rings, rates))
+        number = path.node_class
+        intra, inter = path_types(class_view(plan, number, settings), chains)
+        paths.append(HostPath(node_class=number, chains=chains, type_intra=intra, type_inter=inter))
+    return tuple(paths)
 
 
 def keeps_rings(plan: Plan, settings: Settings) -> bool:
     """Return whether the plan's rings are possible under settings, with just their channels."""
     try:
-        _all_moved(plan, settings)
+        _move_rings(plan, settings)
     except SearchError:
         return False
     # Files for jobs under other settings have the predicted rate.
@@ -82,22 +77,17 @@ def gdr_variants(plan: Plan, settings: Settings) -> tuple[Settings, ...]:
 
     Of settings with equal flows it is the first, which departs least from NCCL's defaults.
     """
-    by_flows: dict[tuple[Flow, ...], Settings] = {}
-    for variant in (settings, *_gdr_of_classes(plan, settings)):
-        with suppress(SearchError):
-            flows = itertools.chain.from_iterable(map(_flows, _all_moved(plan, variant)))
-            by_flows.setdefault(tuple(flows), variant)
-    return tuple(variant for variant in by_flows.values() if variant != settings)
-
-
-def _gdr_of_classes(plan: Plan, settings: Settings) -> Iterator[Settings]:
-    """Settings that change the placement for some GPU and NIC of some class."""
+    variants = [settings]
     for number in range(len(plan.cluster.classes)):
-        chains = [c for path in plan.paths if path.node_class == number for c in path.chains]
-        ends = {nic for chain in chains for nic in (chain.entry_nic, chain.exit_nic)}
-        nics = sorted(nic for nic in ends if nic is not None)
-        if nics:
-            yield from gdr_settings(class_view(plan, number, settings), nics=nics)
+        of_class = (path.chains for path in plan.paths if path.node_class == number)
+        if nics := _nics(chain.from_iterable(of_class)):
+            variants += gdr_settings(class_view(plan, number, settings), nics=nics)
+    by_flows: dict[tuple[Flow, ...], Settings] = {}
+    for variant in variants:
+        with suppress(SearchError):
+            chains = chain.from_iterable(path.chains for path in _move_rings(plan, variant))
+            by_flows.setdefault(tuple(hop.flow for of in chains for hop in of.hops), variant)
+    return tuple(variant for variant in by_flows.values() if variant != settings)
 
 
 def retune(plan: Plan, settings: Settings, *, achieved_gbps: float | None = None) -> Plan:
@@ -111,7 +101,7 @@ def retune(plan: Plan, settings: Settings, *, achieved_gbps: float | None = None
         settings = msgspec.structs.replace(settings, channels=2 * settings.channels)
     return msgspec.structs.replace(
         plan.with_choice("graph", settings=settings, achieved_gbps=achieved_gbps),
-        paths=_all_moved(plan, settings),
+        paths=_move_rings(plan, settings),
         file_gbps=msgspec.UNSET,
         bound_gbps=None,
         proven=False,
