@@ -197,3 +197,15 @@ def scaled(answer, factor):
     """A measurement with all rates times a factor."""
     rows = tuple(tuple(factor * rate for rate in row) for row in answer.samples_gbps)
     return msgspec.structs.replace(answer, samples_gbps=rows)
+
+
+class Impatient:
+    """Watches a search, and presses Ctrl-C once at an update."""
+
+    def __init__(self, at=None):
+        self.at, self.updates = at, 0
+
+    def __call__(self, progress):
+        self.updates += 1
+        if self.updates == self.at:
+            raise KeyboardInterrupt

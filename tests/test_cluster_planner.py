@@ -42,6 +42,7 @@ from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled, load_machine, model_for
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.bench import Bench
+from tests.fakes import Impatient
 from tests.networked import MadeUp, all_chains, networked_machine
 from tests.planned import task_on
 
@@ -440,18 +441,6 @@ def test_hosts_of_a_class_with_unequal_ranks_are_refused_by_name():
     ]
     with pytest.raises(InputError, match=r"host b: has 2 ranks"):
         make_cluster_plan(cluster_of(reports, where="test"), [MadeUp(0)])
-
-
-class Impatient:
-    """Watches a search, and presses Ctrl-C once at an update."""
-
-    def __init__(self, at=None):
-        self.at, self.updates = at, 0
-
-    def __call__(self, progress):
-        self.updates += 1
-        if self.updates == self.at:
-            raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.99])

@@ -28,6 +28,7 @@ from tccl_py.search.problem import Budget, SearchProblem
 from tccl_py.search.strategies import find_rings
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
+from tests.fakes import Impatient
 from tests.networked import MadeUp
 from tests.planned import (
     ASUS,
@@ -367,25 +368,11 @@ def test_a_directory_without_a_plan_says_what_is_missing(tmp_path):
 
 @pytest.mark.parametrize("seed, updates", [(1, 20), (3, 40), (4, 60), (4, 100), (4, 10_000)])
 def test_whenever_a_search_is_interrupted_its_bound_is_true_under_the_plans_settings(seed, updates):
-    class Impatient:
-        left = updates
-
-        def __call__(self, progress):
-            self.left -= 1
-            if self.left < 0:
-                raise KeyboardInterrupt
-
     model = load_bundled("amd-v100")
     # Its rates change with the number of channels, so that bounds of one do not hold for another.
-    source = MadeUp(seed, high=1000)
-    plan = make_plan(
-        model.machine,
-        model.knowledge,
-        source,
-        ring_counts=(1,),
-        budget=FEW,
-        reporter=Impatient(),
-    )
+    source, watch = MadeUp(seed, high=1000), Impatient(updates)
+    how = {"ring_counts": (1,), "budget": FEW, "reporter": watch}
+    plan = make_plan(model.machine, model.knowledge, source, **how)
     problem = SearchProblem(
         spaces={1: hop_space(view(model.machine, model.knowledge, plan.settings), rings_in_set=1)},
         source=source,
