@@ -355,6 +355,11 @@ def test_a_value_of_another_type_is_named(given):
         make_plan(SMALL, **given)
 
 
+def test_a_field_that_another_plan_has_is_refused():
+    with pytest.raises(TypeError, match="'keep_order'"):
+        make_plan(SMALL, keep_order=True)
+
+
 def test_the_other_strategy_plans_too():
     plan = plan_of("intel-v100", strategy="nccl-order", ring_counts=(1,), gpus=(0, 1, 2))
     assert plan.strategy == "nccl-order"

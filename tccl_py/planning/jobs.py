@@ -8,9 +8,10 @@ from functools import partial
 from math import inf
 from pathlib import Path, PurePosixPath
 
-import msgspec
+from msgspec.structs import replace
 
 from tccl_py.errors import InputError, SearchError
+from tccl_py.files import pick
 from tccl_py.merge.rings import uplink_limit
 from tccl_py.model.cluster import (
     Cluster,
@@ -104,32 +105,26 @@ def as_achieved(
     of a tuned plan's choice. The job takes the winner, or variables where its rings cannot be run
     under the winner's settings.
     """
-    replace, choices = msgspec.structs.replace, plan.choices
-    shares = {n: got / rate for n, got in achieved.items() if (rate := choices[n].rate_gbps)}
+    planned, variables = plan.choices, made.choices["variables"]
+    shares = {n: got / rate for n, got in achieved.items() if (rate := planned[n].rate_gbps)}
     # Equal variables share an arm with default NCCL.
     shares.setdefault("variables", shares.get("default", 1.0))
-    winner = winner if winner in made.choices else "default"
-    rates = {n: c.rate_gbps and c.rate_gbps * shares.get(n, 1.0) for n, c in made.choices.items()}
-    tuned = made
-    own = {name: getattr(made.choices["variables"].settings, name) for name in _OF_THE_JOB}
+    winner, tuned = winner if winner in made.choices else "default", made
     if plan.winner is not None:
-        nics = {name: getattr(made.settings, name) for name in _OF_THE_JOB}
         try:
             if plan.settings.channels % made.ring_count:
                 raise SearchError("rings have unequal channels")
-            tuned = retune(made, replace(plan.settings, **nics))
+            tuned = retune(made, replace(plan.settings, **pick(made.settings, *_OF_THE_JOB)))
         except (InputError, SearchError):
             winner = "variables" if winner == "graph" else winner
+    settings = replace(planned["variables"].settings, **pick(variables.settings, *_OF_THE_JOB))
+    note = planned["variables"].note or variables.note
+    tuned = tuned.with_choice("variables", settings=settings, note=note)
+    for name, choice in made.choices.items():
+        rate = choice.rate_gbps and choice.rate_gbps * shares.get(name, 1.0)
+        rate = rate or (made.rate_gbps if name == "graph" else None)
+        tuned = tuned.with_choice(name, predicted_gbps=rate)
     listed = ", ".join(f"{share:.2f} ({name})" for name, share in shares.items())
-    variables = made.choices["variables"]
-    tuned = tuned.with_choice("graph", predicted_gbps=rates["graph"] or made.rate_gbps)
-    tuned = tuned.with_choice("default", predicted_gbps=rates["default"])
-    tuned = tuned.with_choice(
-        "variables",
-        predicted_gbps=rates["variables"],
-        settings=replace(plan.choices["variables"].settings, **own),
-        note=plan.choices["variables"].note or variables.note,
-    )
     return replace(
         tuned,
         bound_gbps=None,
@@ -160,7 +155,7 @@ def job_cluster(
         base = plan.cluster.classes[number]
         text = base.name if of_class[number] == 1 else f"{base.name}-gpus-{gpus_text(ids)}"
         name = class_name(text, {c.name for c in classes})
-        classes.append(msgspec.structs.replace(base, name=name))
+        classes.append(replace(base, name=name))
     numbers = {key: number for number, key in enumerate(keys)}
     tree = plan.cluster.switches
     return keys, Cluster(
@@ -220,7 +215,7 @@ def image_of(table: KeptTable, host: NodeClass, gpus: tuple[int, ...]) -> KeptTa
     """
     old, new = (_rings_of(host, table.default_settings, ids) for ids in (table.gpus, gpus))
     rated = table.default.rate_gbps is not None
-    unlike = msgspec.structs.replace(old, rings=new.rings, chains=new.chains) != new
+    unlike = replace(old, rings=new.rings, chains=new.chains) != new
     if unlike or (rated and table.default.settings != table.rated_default.settings):
         return None
     symmetry = automorphisms(host.machine, host.knowledge)
@@ -259,7 +254,7 @@ def _relabel(
     table: KeptTable, host: NodeClass, gpus: tuple[int, ...], names: Permutation
 ) -> KeptTable:
     """Return a table with all GPUs, NICs and NUMA nodes mapped."""
-    replace, index = msgspec.structs.replace, partial(_index, names)
+    index = partial(_index, names)
 
     def map_own(choice: Choice | None) -> Choice | None:
         """Return NCCL's own chains on the other GPUs; None if they are not the mapped ones."""
@@ -354,7 +349,7 @@ def _connecting(cluster: Cluster, gpus: Sequence[tuple[int, ...]], default: Sett
     Raises InputError: NCCL connects the hosts with neither.
     """
     note = ""
-    for settings in (default, msgspec.structs.replace(default, cross_nic=0)):
+    for settings in (default, replace(default, cross_nic=0)):
         channels = []
         for host, ids in zip(cluster.classes, gpus, strict=True):
             own = _rings_of(host, settings, ids)

@@ -362,7 +362,7 @@ def make_plan(
     check_type(knowledge, "knowledge", Knowledge)
     if source is None:
         raise InputError("`source`", "is missing", "give one beside a Machine")
-    indices, request = chosen_gpus(machine, gpus), request_of(**asked)
+    indices, request = chosen_gpus(machine, gpus), request_of(asked, "subsets")
     cluster = single_host(machine, knowledge, indices)
     return with_methods(plan_hosts(request, cluster, [source], gpus=indices, own_rings=own_rings))
 
@@ -413,5 +413,5 @@ def make_cluster_plan(
     check_type(cluster, "cluster", Cluster)
     fits = isinstance(sources, Sequence) and len(sources) == len(cluster.classes)
     require(fits, "`sources`", "are of other classes", "give one for each class of hosts")
-    request = request_of(**asked)
+    request = request_of(asked, "keep_order", "ib_gid_index", "gpus_per_job")
     return with_methods(plan_hosts(request, cluster, sources, kept=kept, tables=tables))
