@@ -249,7 +249,7 @@ def test_the_files_of_a_job_with_unlike_gpus_close_into_its_rings(four, tmp_path
         (("--hosts", "node[1-2]", "--gpus", "node3:0-1"), "names 'node3'"),
         (("--hosts", "node[1-2]", "--gpus", "node1:0;node1:1"), "twice"),
         (("--hosts", "node[1-2", "--gpus", "0-1"), "brackets"),
-        (("--gpus", "0-1"), "add --hosts"),
+        (("--gpus", "0-1"), "needs --hosts"),
         (("--hosts", "node[1-2]", "--runtime", "tccl"), "--hosts"),
     ],
 )
