@@ -63,41 +63,44 @@ def test_all_rows_are_shown(place, jobs):
     assert "default: broadcast" not in shown and "variables: broadcast: 16 KiB 1." in shown
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_verification_changes_nothing(place, jobs, monkeypatch, number, code):
-    jobs(lambda size: 1.0)
-    before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
-    fake = Interrupting(number=number, at=lambda count: count == 4)
-    monkeypatch.setattr(module, "LocalRunner", lambda server: fake)
-    found = tccl("verify", place, "--backend", "host", "--tune")
-    assert (found.exit_code, found.stdout) == (code, "")
-    assert f"interrupted: nothing in {place} was changed" in found.stderr
-    assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file()} == before
+@pytest.fixture
+def interrupt(jobs, monkeypatch):
+    """Makes the command's jobs stand-ins of which one sends a signal."""
+
+    def use(number, at, **more):
+        jobs(lambda size: 1.0)
+        fake = Interrupting(number=number, at=at, **more)
+        monkeypatch.setattr(module, "LocalRunner", lambda server: fake)
+
+    return use
+
+
+SIGNALS = [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
 
 
 # Three jobs check values, and a round of three arms has four.
 @pytest.mark.parametrize("count", [1, 4, 24])
 @pytest.mark.parametrize("more", [(), ("--tune",)])
-def test_a_verification_interrupted_before_it_has_a_table_says_so(
-    place, jobs, monkeypatch, count, more
+@pytest.mark.parametrize(("number", "code"), SIGNALS)
+def test_a_verification_interrupted_before_it_has_a_table_says_so_and_changes_nothing(
+    place, interrupt, count, more, number, code
 ):
-    jobs(lambda size: 1.0)
-    fake = Interrupting(number=signal.SIGINT, at=lambda done: done == count)
-    monkeypatch.setattr(module, "LocalRunner", lambda server: fake)
+    before = files_of(place)
+    interrupt(number, lambda done: done == count)
     found = tccl("verify", place, "--backend", "host", *more)
-    assert (found.exit_code, found.stdout) == (130, "")
+    assert (found.exit_code, found.stdout) == (code, "")
     assert "interrupted before 7 rounds were complete, so there is no table" in found.stderr
+    assert f"interrupted: nothing in {place} was changed" in found.stderr
+    assert files_of(place) == before
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), SIGNALS)
 def test_complete_rounds_of_an_interrupted_verification_are_shown_and_not_kept(
-    place, jobs, monkeypatch, number, code
+    place, interrupt, number, code
 ):
-    jobs(lambda size: 1.0)
-    before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
+    before = files_of(place)
     # Two jobs check values; then a round has three, of default NCCL twice. None is clear.
-    fake = Interrupting(number=number, at=lambda count: count > 26, ratio=1.0, noise=0.1)
-    monkeypatch.setattr(module, "LocalRunner", lambda server: fake)
+    interrupt(number, lambda count: count > 26, ratio=1.0, noise=0.1)
     words = ("verify", place, "--backend", "host", "--choice", "graph", "--sizes", "1G")
     found = tccl(*words, "--rounds", "20", "--json")
     assert found.exit_code == code, found.stderr
@@ -106,15 +109,13 @@ def test_complete_rounds_of_an_interrupted_verification_are_shown_and_not_kept(
     assert [arm["name"] for arm in shown["arms"]] == ["default", "graph"]
     assert "interrupted: these are the 8 complete rounds" in shown["notices"][-1]
     assert f"interrupted: nothing in {place} was changed" in found.stderr
-    assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file()} == before
+    assert files_of(place) == before
 
 
-def test_what_was_verified_is_kept_when_tuning_is_interrupted(place, jobs, monkeypatch):
-    jobs(lambda size: 1.0)
+def test_what_was_verified_is_kept_when_tuning_is_interrupted(place, interrupt, monkeypatch):
     before = (place / "plan.json").read_bytes()
     tuning = []
-    fake = Interrupting(number=signal.SIGTERM, at=lambda count: bool(tuning))
-    monkeypatch.setattr(module, "LocalRunner", lambda server: fake)
+    interrupt(signal.SIGTERM, lambda count: bool(tuning))
     run = module.run_tuning
     monkeypatch.setattr(module, "run_tuning", lambda *a, **k: tuning.append(1) or run(*a, **k))
     found = tccl("verify", place, "--backend", "host", "--tune")

@@ -151,7 +151,7 @@ def measure(request, tmp_path, server):
     def by_torch(spec, *, wrong=False):
         needs("torch")
         own = {"program": "tests.wrong_ranks"} if wrong else {}
-        spoilt = {"NCCL_TEST_WRONG": "all_reduce"} if wrong else {}
+        spoilt = {"NCCL_TEST_WRONG": " ".join(SPOILT)} if wrong else {}
         (outcome,) = run_jobs(on_this_host(2, server, **own), spec, spoilt)
         return outcome
 
@@ -171,6 +171,8 @@ def measure(request, tmp_path, server):
     return programs[request.param]
 
 
+SPOILT = ("all_reduce", "all_to_all_single", "broadcast", "reduce_scatter_tensor")
+SPOILT_CASES = {"all-reduce", "all-reduce of maxima", "all-to-all", "broadcast", "reduce-scatter"}
 ROWS = (*rows_of((4096, 8192, 16384)), *rows_of((4096,), groups=(((1,),),)))
 
 
@@ -187,10 +189,10 @@ def test_each_program_answers_by_rank_with_times_of_every_row_that_a_rank_has(me
         assert all(seconds > 0 for times in answer.times for seconds in times.seconds)
 
 
-def test_each_program_tells_wrong_values_by_their_case(measure):
-    outcome = measure(JobSpec(checks=True), wrong=True)
-    assert {value.case.replace("_", "-").partition(",")[0] for value in outcome.wrong} == {
-        "all-reduce", *(["all-reduce of maxima"] if outcome.results[1].wrong else [])
-    }  # fmt: skip
-    assert all("values are wrong" in value.what for value in outcome.wrong)
-    assert len({value.rank for value in outcome.wrong}) == 1
+def test_each_program_tells_wrong_values_by_their_case_and_place(measure):
+    wrong = measure(JobSpec(checks=True), wrong=True).wrong
+    cases = {value.case.replace("_", "-").partition(",")[0] for value in wrong}
+    assert cases in ({"all-reduce"}, SPOILT_CASES)
+    assert all("values are wrong" in value.what for value in wrong)
+    assert len({value.rank for value in wrong}) == 1
+    assert cases == {"all-reduce"} or any("the first at 2: " in value.what for value in wrong)

@@ -138,14 +138,6 @@ def test_a_preflight_of_a_plan_that_was_not_verified_names_sizes_that_the_progra
     assert [row.bytes for row in found.rates] == [1 << 20, 1 << 24, 1 << 28]
 
 
-def test_wrong_values_of_the_program_refuse_the_choice(place):
-    result = tccl("verify", place, "--with", program(place, wrong="7"), "--json", *FEW, *ONE)
-    assert result.exit_code == 1
-    wrong = json.loads(result.stdout)["arms"][1]["wrong"]
-    assert len(wrong) == 5
-    assert "7" not in wrong[0]["case"] and "14 values" in wrong[0]["what"]
-
-
 def test_a_program_that_fails_is_named_with_its_words(place):
     result = tccl("verify", place, "--with", program(place, wrong="fails"))
     assert result.exit_code == 2

@@ -314,13 +314,6 @@ def test_a_job_that_fails_under_the_plan_alone_is_a_no_with_its_host(tmp_path):
     assert found.judged.failure == "host gpu2: rank 4: ended with code 1; no room"
 
 
-def test_where_default_nccl_fails_as_well_nothing_is_said_of_the_plan(tmp_path):
-    plan, hosts = mixed(), FakeHosts(fails=lambda task: True)
-    target = target_of(plan, tmp_path)
-    with pytest.raises(MeasurementError, match=r"^host gpu2: rank 4"):
-        verify_target(target, place_of(plan, hosts), RunBudget(sizes=(1024,)))
-
-
 @pytest.mark.parametrize(
     ("plan", "hosts", "refused"),
     [
