@@ -3,11 +3,11 @@
 import contextlib
 
 from tccl_profiler.cluster.agent import take_step
+from tccl_profiler.cluster.agents import ClusterPool
 from tccl_profiler.compiler import program_for
 from tccl_profiler.linux import cpus_of_devices, host_machine
 from tccl_profiler.messages import DeviceSpec, LinkStep
 from tccl_profiler.pool import Pool, RunResult, Timeouts
-from tccl_py.model.transfer import place_named
 from tests.profiler_pools import SMALL
 
 LINK_S = 2.0
@@ -38,6 +38,7 @@ class Hosts:
 
     def __init__(self, pools):
         self.pools = pools
+        self.cluster = ClusterPool(self, {}, {})
         self.made = []
         self.relay = lambda link, end: end
         self.between = lambda stage, repeat: None
@@ -68,33 +69,23 @@ class Hosts:
     def program(self, transfers, **more):
         return program_for(transfers, lanes=self.lanes, network="tcp", **more)
 
-    def missing(self, program):
-        have = {host: set(step(pool, "usable")) for host, pool in self.pools.items()}
-        return [
-            link
-            for link in program.links
-            if any(link not in have[place_named(end).host] for end in (link.sender, link.receiver))
-        ]
+    def ask(self, method, given):
+        """Take a step for links at all hosts, as their agents do."""
+        answers = {}
+        for host, (link_step,) in given.items():
+            ends = step(self.pools[host], link_step.step, link_step.ends)
+            if link_step.step == "listen":
+                ends = {link: self.relay(link, end) for link, end in ends.items()}
+                self.made += ends
+            answers[host] = ends
+        return answers
 
-    def link(self, program):
-        """Make the links that a program needs and that are not there; how many they were."""
-        missing = self.missing(program)
-        ends = {}
-        for host, pool in self.pools.items():
-            here = [one for one in missing if place_named(one.receiver).host == host]
-            ends |= step(pool, "listen", here)
-        ends = {link: self.relay(link, end) for link, end in ends.items()}
-        for host, pool in self.pools.items():
-            there = {one: end for one, end in ends.items() if place_named(one.sender).host == host}
-            step(pool, "connect", there)
-        for host, pool in self.pools.items():
-            step(pool, "accept", [one for one in missing if place_named(one.receiver).host == host])
-        self.made += missing
-        return len(missing)
+    def missing(self, program):
+        return self.cluster.missing_links(program)
 
     def run(self, program, timing):
         """All repeats; each is released on one host after the other."""
-        self.link(program)
+        self.cluster.connect(program)
         outcomes = []
         with contextlib.ExitStack() as stack:
             running = {

@@ -136,7 +136,7 @@ def test_a_link_is_clean_after_a_repeat_that_ended_amid_a_slice(hosts):
     program = hosts.program(parse_set(GPU_TO_GPU.replace("fifo=256K", "fifo=2M,slots=4")))
     timing = RunSpec(repeats=12, warm_us=0.0, window_us=200.0, check=True)
     before = len(hosts.made)
-    hosts.link(program)
+    hosts.cluster.connect(program)
     for _ in range(3):
         for outcome in hosts.run(program, timing):
             assert not any(rows["errors"].any() for rows in outcome.records.values())
@@ -336,7 +336,7 @@ def test_a_link_that_breaks_amid_a_flow_is_named_and_made_again(hosts, how):
 def test_a_run_that_is_left_drops_its_links_and_keeps_the_others(hosts):
     readings(hosts, HOST_TO_HOST)
     other = hosts.program(parse_set(HOST_TO_HOST.replace("N0", "N1")))
-    hosts.link(other)
+    hosts.cluster.connect(other)
     program = hosts.program(parse_set(HOST_TO_HOST))
     timing = RunSpec(repeats=2, warm_us=0.0, window_us=60e6)
     with hosts.pools["h0"].begin(program.on("h0"), timing) as running:

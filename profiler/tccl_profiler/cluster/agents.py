@@ -194,7 +194,7 @@ class ClusterPool:
         broken: list[str] = []
         for attempt in range(1, _RELEASES + 1):
             try:
-                self._connect(program)
+                self.connect(program)
                 with realtime():
                     results, late = self._attempt(program, spec)
             except LinkLost as error:
@@ -209,7 +209,7 @@ class ClusterPool:
 
     # Links
 
-    def _connect(self, program: Program) -> None:
+    def connect(self, program: Program) -> None:
         """Make the links of a program that are not there."""
         if not program.links:
             return
@@ -218,15 +218,7 @@ class ClusterPool:
             # NCCL reads them once in a process.
             self._variables = variables
             self.restart()
-        hosts = {
-            place_named(end).host for link in program.links for end in (link.sender, link.receiver)
-        }
-        have = self._usable(hosts)
-        missing = [
-            link
-            for link in program.links
-            if any(link not in have[place_named(end).host] for end in (link.sender, link.receiver))
-        ]
+        missing = self.missing_links(program)
         by_nics = [link for link in missing if link.carrier is None]
         if by_nics:
             self._make(by_nics)
@@ -242,6 +234,15 @@ class ClusterPool:
                     raise
                 # Its sender has only begun.
                 self._usable(sender)
+
+    def missing_links(self, program: Program) -> list[Link]:
+        """Return the links of a program that are not there."""
+        ends = {
+            link: [place_named(end).host for end in (link.sender, link.receiver)]
+            for link in program.links
+        }
+        have = self._usable({host for hosts in ends.values() for host in hosts})
+        return [link for link, hosts in ends.items() if any(link not in have[h] for h in hosts)]
 
     def _variables_of(self, links: Collection[Link]) -> dict[str, str]:
         """Return the variables of NCCL in workers with these links; none without NCCL."""
