@@ -209,15 +209,9 @@ def _blocks(transfers: TransferSet, lanes: Mapping[str, int], transport: NicTran
 
 
 def _executors(flow: Flow, transport: NicTransport) -> set[str]:
-    if transport.carries(flow):
-        return {str(flow.source), str(flow.destination)}
-    if flow.is_network:
-        return {device_of(place) for place in flow.places if place.kind != "C"}
-    moving = [part for part in flow.transfers if not part.uses_copy_engine]
-    if moving and flow.kind == "direct" and flow.blocks is not None:
-        # Both ends of its FIFOs run blocks.
-        return {str(flow.source), str(flow.destination)}
-    return {device_of(part.executor) for part in moving}
+    """Return the devices that run blocks of a flow, NCCL's own included."""
+    ends = FlowLayout(BufferLayout(), 0, flow, blocks=1).endpoints(transport)
+    return {end.device for end in ends if end.links or not end.engine}
 
 
 def _assign(
