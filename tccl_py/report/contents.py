@@ -172,31 +172,21 @@ def heat_maps(
     """
     readings = _readings(journal, hosts)
     alone = [reading for reading in readings if reading.beside is None]
+    besides = sorted((one for one in readings if one.beside), key=lambda one: one.gbps)
     usual = _usual_channels(alone)
-    singles = [reading for reading in alone if reading.flow.blocks == usual]
-    beside_another = sorted(
-        (reading for reading in readings if reading.beside), key=lambda reading: reading.gbps
-    )
-    equal = [
-        reading
-        for reading in beside_another
-        if reading.beside and reading.flow.blocks == reading.beside.blocks == usual
-    ]
-    fastest, slowest, equal_blocks = (
-        _map_readings(chosen, gpus, gpus) for chosen in (singles, beside_another, equal)
-    )
-    if len(equal_blocks) == len(slowest):
+    fastest = _map_readings((one for one in alone if one.flow.blocks == usual), gpus, gpus)
+    slowest = _map_readings(besides, gpus, gpus)
+    equal = [one for one in besides if one.beside and one.flow.blocks == one.beside.blocks == usual]
+    if len(equal_blocks := _map_readings(equal, gpus, gpus)) == len(slowest):
         slowest = equal_blocks
-    bounces = _map_readings(
-        [reading for reading in alone if reading.flow.is_bounce], numa_nodes, gpus, bounces=True
-    )
-    # One scale for pairs: equal colours are equal rates.
-    largest = max(_largest(fastest), _largest(slowest))
+    nodes = [one for one in alone if one.flow.is_bounce]
+    bounces = _map_readings(nodes, numa_nodes, gpus, bounces=True)
     first = HeatMap(
         title="Each pair of GPUs alone",
         caption=_alone_caption(fastest, len(gpus)),
         readings=fastest,
-        largest=largest,
+        # One scale for pairs: equal colours are equal rates.
+        largest=max(_largest(fastest), _largest(slowest)),
         rows=gpus,
         columns=gpus,
     )
