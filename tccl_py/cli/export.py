@@ -13,16 +13,22 @@ from tccl_py.delivery.job import JobRequest
 from tccl_py.delivery.plugin import check_trusted
 from tccl_py.delivery.scripts import FORMS, Form, script
 from tccl_py.errors import InputError, check_choice, require, spell
+from tccl_py.experiments.record import Verification
 from tccl_py.files import read_text
+from tccl_py.installation.install import accept
 from tccl_py.nccl.settings import environment, environment_text
+from tccl_py.nccl.tuner import ONE_CHANNEL, tuner_csv
 from tccl_py.plan.directory import machine_file, nccl_files, write_nccl_files, write_new_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.machine_files import GRAPH_FILE
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.results import plan_in
+from tccl_py.plan.results import load_tuning, plan_in
 from tccl_py.plan.staging import TABLES, check_files
+from tccl_py.plan.tables import read_tables
 from tccl_py.plan.text import advice
+from tccl_py.planning.jobs import NoTableError, as_achieved, plan_of_job, write_bounded_job
 from tccl_py.readers.hosts import gpus_of_hosts, listed_hosts
+from tccl_py.tccl_fork import fork_file
 
 _RUNTIMES = ("nccl", "tccl", "tuner", *FORMS)
 
@@ -97,8 +103,6 @@ def _mark_dry_run(plan: Plan, path: Path) -> Plan:
 
 def _export_tuner(directory: Path, output: Path | None) -> None:
     """Write the tuner's tables to the new file `output`, or print them."""
-    from tccl_py.nccl.tuner import ONE_CHANNEL, tuner_csv  # noqa: PLC0415
-    from tccl_py.plan.results import load_tuning  # noqa: PLC0415
 
     _check_new(output)
     plan = _mark_dry_run(plan_in(directory), directory)
@@ -116,7 +120,6 @@ def _export_script(
     directory: Path, output: Path | None, form: Form, request: JobRequest, *, newer_nccl: bool
 ) -> None:
     """Write a script for jobs to the new file `output`, or print it."""
-    from tccl_py.installation.install import accept  # noqa: PLC0415 (slow)
 
     _check_new(output)
     if output is not None and output.parent.is_dir():
@@ -137,8 +140,6 @@ def _check_new(output: Path | None) -> None:
 
 def _export_fork(directory: Path, output: Path | None) -> None:
     """Write the file of the TCCL fork's runtime to the new file `output`, or print it."""
-    from tccl_py.plan.tables import read_tables  # noqa: PLC0415
-    from tccl_py.tccl_fork import fork_file  # noqa: PLC0415 (slow)
 
     _check_new(output)
     plan = _mark_dry_run(load_plan(directory), directory)
@@ -155,8 +156,6 @@ def _export_job(
     directory: Path, output: Path | None, hosts: str, gpus: str | None, *, keep_order: bool
 ) -> None:
     """Write the files of a job over some hosts of a cluster's plan."""
-    from tccl_py.experiments.record import Verification  # noqa: PLC0415 (slow)
-    from tccl_py.planning.jobs import NoTableError, as_achieved, plan_of_job, write_bounded_job  # noqa: PLC0415 (slow)
 
     if output is None:
         right = "name a new directory that all hosts of the job can read"

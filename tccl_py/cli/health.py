@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 from msgspec import UNSET
 from msgspec.structs import replace
+from rich.console import Console
 from rich.padding import Padding
 
 from tccl_py.cli import options
@@ -27,6 +27,7 @@ from tccl_py.cli.options import (
     refuse,
 )
 from tccl_py.cli.output import BAD, DOUBT, GOOD, ProgressLine, grid, print_table, results
+from tccl_py.cli.plan import plan_by_workload
 from tccl_py.cli.process import (
     ANSWER_IS_NO,
     check_result_file,
@@ -42,7 +43,9 @@ from tccl_py.errors import (
     interrupts_put_off,
     spell,
 )
+from tccl_py.experiments.communication import Communication
 from tccl_py.experiments.jobs import Launcher
+from tccl_py.experiments.means_table import MeansTable, links_of, means_lines
 from tccl_py.experiments.nccl_tests import find_program
 from tccl_py.experiments.preflight import (
     FAMILIES,
@@ -51,6 +54,7 @@ from tccl_py.experiments.preflight import (
     measure_plan_again,
 )
 from tccl_py.files import encode_json, fill
+from tccl_py.health.advice import Advice, advice_by, advice_request, answers_by_cpu
 from tccl_py.health.comparison import (
     HostsCompared,
     compare_hosts,
@@ -62,24 +66,26 @@ from tccl_py.health.doctor import Diagnosis, examine, this_host
 from tccl_py.health.drift import SMALLEST, Comparison, Drift, Effort, metric_labels, prometheus_text
 from tccl_py.health.host import Defect, DriverState, HostState, files_of_this_host
 from tccl_py.health.nics import check_network
+from tccl_py.health.pasted import findings_lines, read_pasted
 from tccl_py.health.plugin import plugin_complaints
+from tccl_py.health.proving import ProvenHost, prove_again, prove_host
 from tccl_py.launchers import in_job
+from tccl_py.model.cluster import parse_gpus
 from tccl_py.model.links import DoctorReport, Proof
 from tccl_py.model.measurement import IN_DRY_RUN
+from tccl_py.nccl.asked import AskedJob
 from tccl_py.plan.directory import machine_file
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import plan_in
 from tccl_py.plan.text import plan_name
+from tccl_py.planning.opening import machine_subject
+from tccl_py.planning.subject import Prove
 from tccl_py.report.check import PREFLIGHT, preflight_metrics, report_check
+from tccl_py.report.plan import AdviceReport
 from tccl_py.report.tables import lines
+from tccl_py.simulator.descriptions import is_named, load_machine
 from tccl_py.sources.hosts import examined_hosts
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from tccl_py.experiments.communication import Communication
-    from tccl_py.health.advice import Advice
-    from tccl_py.health.proving import ProvenHost
+from tccl_py.workloads.sources import workload_for
 
 _MAX_SECONDS = 86_400
 _CHECK_S, _PREFLIGHT_S = 120.0, 60.0
@@ -163,7 +169,6 @@ def check(
 
 def _links_again(plan: Plan, directory: Path, *, json: bool, output: Path | None) -> Proof | None:
     """Prove the links of a plan's host again; what is worse than planned ends the command."""
-    from tccl_py.health.proving import prove_again  # noqa: PLC0415 (slow)
 
     with interrupts_put_off(CTRL_C_AND_SIGTERM):
         links, fault = prove_again(plan, directory, notice)
@@ -238,6 +243,55 @@ def _concurrent(row: Comparison) -> list[str]:
     return [*lines[:_SHOWN_FLOWS], *([f"and {hidden} other flows"] if hidden > 0 else [])]
 
 
+# The proof of links, also for `tccl plan`
+
+
+def proven_host(
+    *,
+    force: bool = False,
+    gpus: str | None = None,
+    plans: bool = False,
+    ready: Callable[[], None] = lambda: None,
+) -> ProvenHost:
+    """Return this host with a proof of its links, after a line that says what runs.
+
+    `ready` is called when processes that measure may start.
+
+    Raises InputError: what `plans` are for NCCL that fails here whatever the links.
+    """
+    chosen = None if gpus is None else parse_gpus(gpus, "`gpus`")
+    with interrupts_put_off(CTRL_C_AND_SIGTERM):
+        proven = prove_host(chosen, force=force, plans=plans, say=notice, ready=ready)
+    links = proven.links
+    if plans and links is not None:
+        if links.verdict == "host memory fails":
+            right = "; ".join((*links.causes, "`tccl doctor` has more")[:2])
+            raise InputError("NCCL here", f"fails {links.what}", right)
+        if links.verdict != "sound":
+            notice(f"links: {links.verdict}: {links.what}")
+    return proven
+
+
+def prove_into(
+    hosts: list[ProvenHost],
+    *,
+    force: bool = False,
+    gpus: str | None = None,
+    measured: bool = False,
+) -> Prove:
+    """Return what proves the links for a plan, and adds this host to `hosts`.
+
+    Where sets were `measured` before, others need not be, and no process starts for them.
+    """
+
+    def prove(ready: Callable[[], None]) -> tuple[Proof | None, Sequence[AskedJob]]:
+        early = {} if measured else {"ready": ready}
+        hosts.append(proven_host(force=force, gpus=gpus, plans=True, **early))
+        return hosts[-1].links, hosts[-1].jobs
+
+    return prove
+
+
 # `tccl doctor` and `tccl advise`
 
 _PASTED = f"FILEs: logs of NCCL, its tests' tables, topologies; - is standard input. {MACHINE_HELP}"
@@ -288,8 +342,6 @@ def doctor(
     if root is not None:
         host = HostState(root=root, driver=_COPIED)
     else:
-        if not passive:
-            from tccl_py.cli.proving import proven_host  # noqa: PLC0415 (slow)
         host = this_host() if passive else proven_host(force=prove).host
     diagnosis = examine(host)
     if json:
@@ -324,14 +376,8 @@ def advise(
         tccl advise asus-esc8000a-e13p --workload mixture-of-experts
         tccl advise my-plan --workload tensor-parallel-decode
     """
-    from tccl_py.cli.plan import job_workload, plan_by_workload  # noqa: PLC0415 (slow)
-    from tccl_py.cli.proving import prove_into  # noqa: PLC0415
-    from tccl_py.health.advice import advice_by, advice_request, answers_by_cpu  # noqa: PLC0415
-    from tccl_py.health.pasted import findings_lines, read_pasted  # noqa: PLC0415
-    from tccl_py.planning.opening import machine_subject  # noqa: PLC0415
-    from tccl_py.simulator.descriptions import is_named, load_machine  # noqa: PLC0415
 
-    job = None if workload is None else job_workload(workload)
+    job = None if workload is None else workload_for(workload)
     predicted, line, findings, model = None, "", None, None
     names, measured = _machine_of_plan(names)
     proven: list[ProvenHost] = []
@@ -375,7 +421,6 @@ def advise(
 
 
 def _print_advice(advice: Advice, predicted: Communication | None, means: Lines) -> None:
-    from tccl_py.report.plan import AdviceReport  # noqa: PLC0415 (slow)
 
     known = UNSET if predicted is None else predicted
     print_json(fill(AdviceReport, advice, workload=known, means=means))
@@ -392,7 +437,6 @@ def _means_lines(made: Plan, workload: str | None, directory: Path | None) -> Li
     """Return lines on other means than NCCL, if a workload is given."""
     if workload is None:
         return ()
-    from tccl_py.experiments.means_table import MeansTable, links_of, means_lines  # noqa: PLC0415
 
     table = None if directory is None else MeansTable.load(directory)
     return tuple(means_lines(workload, links_of(made.machine, made.knowledge), table))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -13,10 +12,13 @@ from tccl_py.cli.process import notice
 from tccl_py.delivery.job import JobRequest, gives_nothing
 from tccl_py.delivery.plugin import PLUGIN_VARIABLE
 from tccl_py.errors import InputError
+from tccl_py.experiments.communication import verified_choice
+from tccl_py.installation.blocks import Change, real_path
+from tccl_py.installation.install import accept, state_directory
+from tccl_py.installation.install import install as put
+from tccl_py.installation.install import uninstall as take_out
 from tccl_py.nccl_conf import CONF_VARIABLE, HOST_FILE, settings_of_files, user_file
-
-if TYPE_CHECKING:
-    from tccl_py.installation.blocks import Change
+from tccl_py.report.tables import communication_line
 
 EQUAL_HOSTS = flag("--alike", "For hosts like the plan's, with other UUIDs.")
 PLUGIN = flag("--plugin/--no-plugin", "Load the plugin where NCCL has plugins.", default=True)
@@ -48,11 +50,6 @@ def install(
         tccl install my-plan --conf /etc/nccl.conf
         tccl install my-plan --workload job.json
     """
-    from tccl_py.experiments.communication import verified_choice  # noqa: PLC0415
-    from tccl_py.installation.blocks import real_path  # noqa: PLC0415 (slow)
-    from tccl_py.installation.install import accept  # noqa: PLC0415 (slow)
-    from tccl_py.installation.install import install as put  # noqa: PLC0415
-    from tccl_py.report.tables import communication_line  # noqa: PLC0415
 
     if str(conf) == "-":
         raise InputError("--conf -", "names no file", "`tccl export DIR -o OUT` writes nccl.conf")
@@ -103,8 +100,6 @@ def uninstall(
         tccl uninstall
         tccl uninstall /etc/slurm/task_prolog.sh
     """
-    from tccl_py.installation.install import state_directory  # noqa: PLC0415 (slow)
-    from tccl_py.installation.install import uninstall as take_out  # noqa: PLC0415
 
     removal = take_out(files or (), dry_run=dry_run)
     for change in removal:

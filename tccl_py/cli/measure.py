@@ -24,6 +24,8 @@ from tccl_py.launchers import in_job
 from tccl_py.model.measurement import IN_DRY_RUN, Measurement
 from tccl_py.model.measurement import mark as provenance
 from tccl_py.model.transfer import TransferSet, flow_texts, parse_flow, parse_set
+from tccl_py.plan.plan import Plan
+from tccl_py.planning.plan_sources import header_of
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.model import MachineModel
 from tccl_py.sources.bench import Bench
@@ -41,7 +43,6 @@ from tccl_py.sources.profiled import (
 )
 
 if TYPE_CHECKING:
-    from tccl_py.plan.plan import Plan
     from tccl_py.sources.hosts import Job
 
 Texts = Sequence[str]
@@ -210,7 +211,6 @@ def job_of_plan(plan: Plan, directory: Path, stack: ExitStack) -> Job | None:
 
     Return None where the plan's journal is of one host, or of models.
     """
-    from tccl_py.planning.plan_sources import header_of  # noqa: PLC0415 (slow)
 
     if plan.simulated or not header_of(plan, directory).hosts:
         return None

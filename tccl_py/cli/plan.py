@@ -22,8 +22,7 @@ from tccl_py.cli.options import (
     refuse,
 )
 from tccl_py.cli.output import GOOD, ProgressLine, grid, results
-from tccl_py.cli.process import notice, notice_each
-from tccl_py.cli.show import print_plan_json
+from tccl_py.cli.process import notice, notice_each, print_json
 from tccl_py.errors import (
     CTRL_C_AND_SIGTERM,
     InputError,
@@ -163,8 +162,11 @@ def plan(
     ranks = in_job()
     _check(request, in_job=ranks, tune=tune)
     several = ranks or request.names_hosts
-    job_of = None if workload is None else job_workload(workload)
-    predicted = None
+    job_of = predicted = None
+    if workload is not None:
+        from tccl_py.workloads.sources import workload_for  # noqa: PLC0415 (slow)
+
+        job_of = workload_for(workload)
     line = ProgressLine(*(() if several else (request.budget.sets, request.budget.seconds)))
     request = replace(request, reporter=line)
     with ExitStack() as stack:
@@ -210,6 +212,16 @@ def plan(
         held = "the plan from before" if stays else "the best so far, a usable plan"
         notice(f"interrupted: {output} has {held}; {again}")
         raise typer.Exit(INTERRUPTED)
+
+
+def print_plan_json(plan: Plan, directory: Path, workload: Communication | None = None) -> None:
+    """Print a plan as JSON, with NCCL's choices by message size, and those that tuning found.
+
+    A `workload` is what is predicted for a job.
+    """
+    from tccl_py.report.plan import report_plan  # noqa: PLC0415 (not for a plan as text)
+
+    print_json(report_plan(plan, directory, workload))
 
 
 def _print_end(made: Plan, output: Path, subject: Subject) -> None:
@@ -262,7 +274,7 @@ def _prove_for(request: PlanRequest, job: Job | None, known: Path | None) -> Pro
     """Return what proves the links where GPUs of this host are planned, beside a plan's files."""
     by_model = request.simulate is not None or request.backend == "host"
     if job is None and not request.names_hosts and not by_model:
-        from tccl_py.cli.proving import prove_into  # noqa: PLC0415 (loads much)
+        from tccl_py.cli.health import prove_into  # noqa: PLC0415 (loads much)
 
         measured = known is not None and holds_measurements(known / JOURNAL_FILE)
         return prove_into([], force=request.prove, gpus=request.gpus, measured=measured)
@@ -270,13 +282,6 @@ def _prove_for(request: PlanRequest, job: Job | None, known: Path | None) -> Pro
     if request.prove and (job is None or by_model):
         raise InputError("--prove", "is for GPUs that are measured", "leave it out")
     return None
-
-
-def job_workload(text: str) -> Callable[[int], Workload]:
-    """Return a workload by its number of ranks."""
-    from tccl_py.workloads.sources import workload_for  # noqa: PLC0415 (slow)
-
-    return workload_for(text)
 
 
 def plan_by_workload(

@@ -7,8 +7,9 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -16,23 +17,31 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from tccl_py.cli import options
+from tccl_py.cli.measure import job_of_plan
 from tccl_py.cli.options import advanced, arg, flag, opt
-from tccl_py.cli.output import DOUBT, GOOD, grid, print_table, results
+from tccl_py.cli.output import DOUBT, GOOD, ProgressLine, grid, print_table, results
 from tccl_py.cli.process import (
     ANSWER_IS_NO,
     Speech,
     Verbosity,
     check_result_file,
     notice,
+    notice_each,
     print_json,
     write_result,
 )
-from tccl_py.errors import InputError, TcclError, check_range, spell
+from tccl_py.errors import InputError, TcclError, check_range, interrupts_put_off, spell
+from tccl_py.experiments.record import Verification
+from tccl_py.experiments.sizes import load_sizes
+from tccl_py.explanation.explain import MOST_FINDINGS, MOST_SETS, explain
+from tccl_py.explanation.findings import Explanation
 from tccl_py.files import says
+from tccl_py.model.measurement import JOURNAL_FILE, BandwidthSource
 from tccl_py.plan.chains import WORLD, PlanChain
 from tccl_py.plan.load import is_directory, load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import ProvenLinks, plan_in
+from tccl_py.plan.size_choices import size_basis, size_notes, size_table, why_no_sizes
 from tccl_py.plan.text import (
     advice,
     assumptions,
@@ -43,10 +52,24 @@ from tccl_py.plan.text import (
     summary,
 )
 from tccl_py.planning.hardware import limit_sentences
+from tccl_py.planning.plan_sources import (
+    class_sources,
+    header_of,
+    hosts_again,
+    known_model,
+    source_again,
+)
+from tccl_py.report.bundle import CONTENTS, write_bundle
+from tccl_py.report.contents import read_contents
+from tccl_py.report.page import REPORT_FILE, check_replaceable, report_html
+from tccl_py.report.plan import report_plan
+from tccl_py.report.sizes import entry_lines
+from tccl_py.report.verification import trade_off_lines
+from tccl_py.sources.bench import Bench
+from tccl_py.sources.opening import open_source
 
-if TYPE_CHECKING:
-    from tccl_py.experiments.communication import Communication
-
+_DRY_SETS = 20
+"""That `--why` measures in a dry run."""
 _EQUAL = 1e-3
 """Hops whose rates differ less are alike, relative."""
 _MOST_RINGS, _MOST_NOTES = 8, 3
@@ -93,7 +116,7 @@ def show(
         return
     plan = load_plan(directory)
     if json:
-        print_plan_json(plan, directory)
+        print_json(report_plan(plan, directory))
         return
     _show_plan(plan, directory)
     if sizes:
@@ -108,13 +131,6 @@ def show(
 
 
 def _show_sizes(plan: Plan, directory: Path) -> None:
-    from tccl_py.experiments.sizes import load_sizes  # noqa: PLC0415
-    from tccl_py.plan.size_choices import (  # noqa: PLC0415 (not for a plan)
-        size_basis,
-        size_table,
-        why_no_sizes,
-    )
-    from tccl_py.report.sizes import entry_lines  # noqa: PLC0415
 
     console = results()
     if why := why_no_sizes(plan):
@@ -125,8 +141,6 @@ def _show_sizes(plan: Plan, directory: Path) -> None:
 
 
 def _show_plan(plan: Plan, directory: Path) -> None:
-    from tccl_py.experiments.record import Verification  # noqa: PLC0415
-    from tccl_py.report.verification import trade_off_lines  # noqa: PLC0415
 
     console, notes = results(), list[str]()
     _print_plan(plan, console)
@@ -143,16 +157,6 @@ def _show_plan(plan: Plan, directory: Path) -> None:
             notes += (f"by jobs, {text}" for text in verified.objections(verified.judged))
             notes += trade_off_lines(verified)
     _print_notes(plan, directory, notes, console)
-
-
-def print_plan_json(plan: Plan, directory: Path, workload: Communication | None = None) -> None:
-    """Print a plan as JSON, with NCCL's choices by message size, and those that tuning found.
-
-    A `workload` is what is predicted for a job.
-    """
-    from tccl_py.report.plan import report_plan  # noqa: PLC0415 (not for a plan as text)
-
-    print_json(report_plan(plan, directory, workload))
 
 
 def _print_plan(plan: Plan, console: Console) -> None:
@@ -177,7 +181,6 @@ def _print_plan(plan: Plan, console: Console) -> None:
 
 def _print_notes(plan: Plan, directory: Path, more: Iterable[str], console: Console) -> None:
     """Print a plan's notes, the first few unless all are asked for."""
-    from tccl_py.plan.size_choices import size_notes  # noqa: PLC0415 (not for a new plan)
 
     stopped = ("the search was interrupted: this is the best until then",) * plan.cancelled
     notes = [*stopped, *more, *notices(plan), *size_notes(plan)]
@@ -272,8 +275,6 @@ def _path_name(plan: Plan, path: int) -> str:
 def _show_causes(
     directory: Path, max_sets: int | None, max_causes: int | None, *, json: bool
 ) -> None:
-    from tccl_py.cli.why import find_causes, print_causes  # noqa: PLC0415 (slow)
-
     check_range("--max-sets", 1 if max_sets is None else max_sets, 1, 1e6)
     check_range("--max-causes", 1 if max_causes is None else max_causes, 1, 100)
     plan = plan_in(directory)
@@ -281,7 +282,56 @@ def _show_causes(
     if json:
         print_json(explanation)
     else:
-        print_causes(explanation, plan, results())
+        _print_causes(explanation, plan, results())
+
+
+def find_causes(
+    plan: Plan, directory: Path, *, max_sets: int | None = None, max_causes: int | None = None
+) -> Explanation:
+    """Explain a plan by its model, on its machine or in an MPI job of its hosts; keep the result.
+
+    `max_sets` are measured at most that the journal does not hold, and at most `max_causes` slow
+    sets are searched. Raises InputError: the plan is of another machine or of other hosts.
+    """
+    with interrupts_put_off(), ExitStack() as stack:
+        line = stack.enter_context(ProgressLine())
+        source: Bench
+        sources: Sequence[BandwidthSource]
+        job = job_of_plan(plan, directory, stack)
+        if job is not None:
+            hosts = stack.enter_context(hosts_again(plan, header_of(plan, directory), job))
+            source, sources = hosts, class_sources(hosts, plan.cluster)
+            notices = source.keep_in(directory / JOURNAL_FILE, optional=True)
+        elif plan.simulated and len(plan.cluster.classes) > 1:
+            # Their plans have no journal.
+            models = (known_model(plan, directory, at) for at in range(len(plan.cluster.classes)))
+            sources = benches = [open_source(model) for model in models]
+            source, notices = benches[0], ()
+        else:
+            source, notices = source_again(plan, directory)
+            sources = [stack.enter_context(source)]
+        source.watch(line.count_sets)
+        notice_each(notices)
+        sets = max_sets or (_DRY_SETS if source.dry_run else MOST_SETS)
+        explanation = explain(plan, sources, max_sets=sets, most=max_causes or MOST_FINDINGS)
+    notice_each(source.notices)
+    return explanation.keep(directory, notice)
+
+
+def _print_causes(explanation: Explanation, plan: Plan, console: Console) -> None:
+    """Print the findings of each set of rings, the worst first, and what the plan avoided."""
+    console.print(f"What hurts on {planned_gpus(plan)}: {explanation.provenance}")
+    for part in explanation.paragraphs():
+        numbered = enumerate(part, start=1) if not isinstance(part, str) else ()
+        rows = [(f"{number:>3}", finding.sentence) for number, finding in numbered]
+        console.print(grid(rows) if rows else part)
+    word = "simulated" if explanation.simulated else "measured"
+    console.print()
+    console.print(
+        f"cost  {spell(explanation.sets_measured, 'set')} {word} for this beyond the plan's journal"
+    )
+    for text in explanation.notices:
+        console.print(f"note: {text}")
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
@@ -337,10 +387,6 @@ def report(
     if bundle is not None:
         _write_bundle(directory, bundle)
         return
-    # Templates take long to load; no other command needs them.
-    from tccl_py.cli.why import find_causes  # noqa: PLC0415
-    from tccl_py.report.contents import read_contents  # noqa: PLC0415
-    from tccl_py.report.page import REPORT_FILE, check_replaceable, report_html  # noqa: PLC0415
 
     check_result_file("--output", output)
     contents = read_contents(directory)
@@ -359,7 +405,6 @@ def report(
 
 
 def _write_bundle(directory: Path, bundle: Path) -> None:
-    from tccl_py.report.bundle import CONTENTS, write_bundle  # noqa: PLC0415 (alone)
 
     check_result_file("--bundle", bundle)
     archive = write_bundle(directory, bundle)

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
+from rich.console import Console
 
 from tccl_py.cli import options
 from tccl_py.cli.options import arg, opt, refuse
@@ -28,9 +28,6 @@ from tccl_py.workloads.record import (
 )
 from tccl_py.workloads.sources import open_workload
 from tccl_py.workloads.workload import BUNDLED, MAX_NAME, Workload, write_workload
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 _ROWS = 40
 
