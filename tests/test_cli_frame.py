@@ -339,50 +339,36 @@ def test_a_parameter_of_another_type_is_named(wrong):
         wrong()
 
 
-@pytest.mark.parametrize("limits", [{"sets": "x"}, {"sets": 0}, {"seconds": math.nan}])
-def test_a_budget_whose_limits_cannot_be_kept_is_refused(limits):
-    (name,) = limits
-    with pytest.raises(InputError, match=rf"`budget`: does not fit .*{name}"):
-        tccl_py.make_plan(*small_parts(), budget=tccl_py.Budget(**limits))
-
-
-@pytest.mark.parametrize("form, right", [(tccl_py.Flow, "flow"), (tccl_py.TransferSet, "set")])
-def test_a_text_in_the_place_of_transfers_is_not_taken_for_its_letters(form, right):
-    with pytest.raises(InputError, match=f"read it by `parse_{right}`"):
-        form("G0->G0->G1")
-
-
-def test_a_word_that_is_none_of_several_is_refused_with_all_of_them():
-    with pytest.raises(InputError, match="'best', one of any, only"):
-        tccl_py.cluster_of([], rails="best")
-
-
-def test_a_plan_written_from_python_is_not_told_of_an_option_of_commands(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(InputError) as refused:
-        plan_of(SMALL).write(tmp_path)
-    assert refused.value.right == "name a new directory"
-
-
-@pytest.mark.parametrize("repeats", ["x", 1])
-def test_repeats_that_give_no_interval_are_refused_where_they_are_named(repeats):
-    with pytest.raises(InputError, match=f"`repeats`: is {repeats}; 6 or more"):
-        MeasurementOptions(repeats=repeats)
-
-
-def test_a_target_that_is_no_number_is_refused():
-    with pytest.raises(InputError, match="`target`: is None"):
-        MeasurementOptions(target=None)
-
-
-def test_a_cluster_needs_a_source_for_each_class():
+def cluster_of_two(**options):
     model = load_bundled("amd-v100")
-    hosts = [
-        tccl_py.HostReport(host=name, machine=model.machine, knowledge=model.knowledge)
-        for name in "ab"
-    ]
-    with pytest.raises(InputError, match="are of other classes"):
-        tccl_py.make_cluster_plan(tccl_py.cluster_of(hosts), [tccl_py.Simulator(model)] * 2)
+    facts = {"machine": model.machine, "knowledge": model.knowledge}
+    hosts = [tccl_py.HostReport(host=name, **facts) for name in "ab"]
+    return tccl_py.cluster_of(hosts, **options), [tccl_py.Simulator(model)] * 2
+
+
+def budgeted(**limits):
+    return tccl_py.make_plan(*small_parts(), budget=tccl_py.Budget(**limits))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        (lambda: budgeted(sets="x"), "`budget`: does not fit .*sets"),
+        (lambda: budgeted(sets=0), "`budget`: does not fit .*sets"),
+        (lambda: budgeted(seconds=math.nan), "`budget`: does not fit .*seconds"),
+        (lambda: tccl_py.Flow("G0->G0->G1"), "`transfers`: .*`parse_flow`"),
+        (lambda: tccl_py.TransferSet("G0->G0->G1"), "`flows`: .*`parse_set`"),
+        (lambda: tccl_py.cluster_of([], rails="best"), "'best', one of any, only"),
+        (lambda: plan_of(SMALL).write(Path(__file__).parent), "; name a new directory$"),
+        (lambda: MeasurementOptions(repeats="x"), "`repeats`: is x; 6 or more"),
+        (lambda: MeasurementOptions(repeats=1), "`repeats`: is 1; 6 or more"),
+        (lambda: MeasurementOptions(target=None), "`target`: is None"),
+        (lambda: tccl_py.make_cluster_plan(*cluster_of_two()), "are of other classes"),
+    ],
+)
+def test_a_value_that_cannot_be_is_named_with_what_would_be_right(wrong, sentence):
+    with pytest.raises(InputError, match=sentence):
+        wrong()
 
 
 @pytest.mark.parametrize("case", FAILURES)
@@ -531,60 +517,62 @@ def test_the_verbosity_of_a_command_ends_with_it():
     assert "newer than" in tccl("validate", GRAPH, *OF, "--nccl", "2.33").stderr
 
 
-def test_a_pipe_gets_progress_in_lines_with_the_time_left(monkeypatch, capsys):
-    clock = iter([0.0, *(9.0 + 3 * step for step in range(100))])
-    monkeypatch.setattr("tccl_py.cli.output.time.monotonic", lambda: next(clock))
-    with ProgressLine(10) as line:
-        line(Progress(rings_in_set=4, sets_measured=1, best_gbps=2.0, bound_gbps=3.0))
-        for count in range(6):
-            line.count_sets(count)
-    said = capsys.readouterr().err.splitlines()
-    assert said
-    assert len(said) < 6
-    assert "bound of this search 3.0" in said[0]
-    assert all("4 rings: 1 set, " in text for text in said)
-    assert all(
-        re.match(r"tccl: .*\d+ of at most 10 sets, at most .* left at this pace$", text)
-        for text in said[1:]
-    )
+def search(rings, best, bound):
+    progress = Progress(rings_in_set=rings, sets_measured=1, best_gbps=best, bound_gbps=bound)
+    return lambda line: line(progress)
 
 
-def test_what_passed_before_the_first_set_is_no_part_of_the_pace(monkeypatch, capsys):
-    clock = iter([0.0, 12.0, 12.0, 24.0, 24.0])
-    monkeypatch.setattr("tccl_py.cli.output.time.monotonic", lambda: next(clock))
-    with ProgressLine(100) as line:
-        line.count_sets(1)
-        line.count_sets(13)
-    said = [text.rpartition(": ")[2] for text in capsys.readouterr().err.splitlines()]
-    assert said == [
-        "1 of at most 100 sets",
-        "13 of at most 100 sets, at most 1:27 left at this pace",
-    ]
+def count(sets):
+    return lambda line: line.count_sets(sets)
 
 
-def test_the_bound_of_a_later_search_is_not_shown_below_the_best_so_far(monkeypatch, capsys):
-    clock = iter([0.0, 11.0, 22.0])
-    monkeypatch.setattr("tccl_py.cli.output.time.monotonic", lambda: next(clock))
-    with ProgressLine() as line:
-        line(Progress(rings_in_set=1, sets_measured=1, best_gbps=4.0, bound_gbps=5.0))
-        line(Progress(rings_in_set=2, sets_measured=1, best_gbps=2.0, bound_gbps=3.0))
-    first, second = capsys.readouterr().err.splitlines()
-    assert "bound of this search 5.0" in first
-    assert "best so far 4.0 GB/s, bound of this search ?" in second
-
-
-def test_the_time_left_is_no_more_than_the_limit_of_seconds_leaves(monkeypatch, capsys):
-    clock = iter([0.0, 11.0, 11.0, 25.0, 25.0, 40.0, 40.0])
-    monkeypatch.setattr("tccl_py.cli.output.time.monotonic", lambda: next(clock))
-    with ProgressLine(1000, 26.0) as line:
-        for count in (5, 6, 7):
-            line.count_sets(count)
-    said = [text.rpartition(": ")[2] for text in capsys.readouterr().err.splitlines()]
-    assert said == [
-        "5 of at most 1000 sets, at most 15 s left",
-        "6 of at most 1000 sets, at most 1 s left",
-        "7 of at most 1000 sets",
-    ]
+@pytest.mark.parametrize(
+    ("limits", "clock", "steps", "said"),
+    [
+        (
+            (10,),
+            [0.0, *(9.0 + 3 * step for step in range(30))],
+            [search(4, 2.0, 3.0), *map(count, range(6))],
+            [
+                "bound of this search 3.0; 0 sets",
+                "2 of at most 10 sets, at most",
+                "36 s left at this pace$",
+            ],
+        ),
+        # What passed before the first set is no part of the pace.
+        (
+            (100,),
+            [0.0, 12.0, 12.0, 24.0, 24.0],
+            [count(1), count(13)],
+            ["1 of at most 100 sets$", "13 of at most 100 sets, at most 1:27 left at this pace$"],
+        ),
+        # The bound of a later search is not shown below the best so far.
+        (
+            (),
+            [0.0, 11.0, 22.0],
+            [search(1, 4.0, 5.0), search(2, 2.0, 3.0)],
+            ["bound of this search 5.0$", "best so far 4.0 GB/s, bound of this search [?]$"],
+        ),
+        # The time left is no more than the limit of seconds leaves.
+        (
+            (1000, 26.0),
+            [0.0, 11.0, 11.0, 25.0, 25.0, 40.0, 40.0],
+            [count(5), count(6), count(7)],
+            ["sets, at most 15 s left$", "sets, at most 1 s left$", "7 of at most 1000 sets$"],
+        ),
+    ],
+)
+def test_a_pipe_gets_progress_in_lines_every_ten_seconds(
+    limits, clock, steps, said, monkeypatch, capsys
+):
+    times = iter(clock)
+    monkeypatch.setattr("tccl_py.cli.output.time.monotonic", lambda: next(times))
+    with ProgressLine(*limits) as line:
+        for step in steps:
+            step(line)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == len(said), lines
+    assert all(re.search(words, text) for words, text in zip(said, lines, strict=True)), lines
 
 
 @pytest.mark.parametrize("columns", ["40", "80"])
