@@ -97,6 +97,14 @@ def check_choice(where: str, value: str, names: Iterable[Text]) -> Text:
     return known[value]
 
 
+def check_once(where: str, kind: str, names: Iterable[object]) -> None:
+    """Raise InputError if one of several names of a kind is given twice."""
+    known = set[object]()
+    for name in names:
+        require(name not in known, where, f"names {kind} {name} twice", "once is right")
+        known.add(name)
+
+
 class MeasurementError(TcclError):
     """A transfer set could not be measured."""
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from xml.sax.saxutils import escape
 
 import msgspec
 
-from tccl_py.errors import InputError, require, spell
+from tccl_py.errors import require, spell
 from tccl_py.model.cluster import gpus_text
 from tccl_py.model.machine import Machine
 from tccl_py.model.rings import Hop, ring_like
@@ -31,12 +32,8 @@ from tccl_py.planning.request import EVERY_SET
 MOST_MEMORY, MUCH_MEMORY = 1 << 34, 1 << 30  # Of the fork's table: refused, noted
 _NAMED = 16
 """Sets of GPUs without a path that a note names."""
-_TYPES: dict[tuple[str, str], str] = {
-    ("write", "GG"): "GPU_WRITE_GPUMEM",
-    ("read", "GG"): "GPU_READ_GPUMEM",
-    ("write", "GC"): "GPU_WRITE_CPUMEM",
-    ("read", "CG"): "GPU_READ_CPUMEM",
-}
+_ENDS = {"write": ("GG", "GC"), "read": ("GG", "CG")}
+"""The memories between which a GPU writes or reads: of GPUs, or of the host."""
 
 
 class ForkPath(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,9 +99,6 @@ def fork_file(plan: Plan, tables: Sequence[ClassRates] = ()) -> ForkFile:
     ]
     count = len(written.rings) + len(written.chains)
     return ForkFile(text="\n".join(lines), paths=count, notes=tuple(notes))
-
-
-# Paths of plans and tables.
 
 
 def rings_of(plan: Plan) -> ForkPaths:
@@ -249,12 +243,14 @@ def type_transfer(transfer: Transfer) -> str:
     Raises InputError: the fork has no name for it.
     """
     source, destination = transfer.source, transfer.destination
-    name = _TYPES.get((transfer.operation, f"{source.kind}{destination.kind}"))
-    if name is None or source.host or destination.host:
-        right = "GPUs of one node write or read GPU memory, write host memory, or read it"
-        what = "is none that the TCCL fork has a name for"
-        raise InputError(f"transfer {str(transfer)[:60]!r}", what, right)
-    return f"{name}_{'MEMCPY' if transfer.uses_copy_engine else 'KERNEL'}"
+    kinds = f"{source.kind}{destination.kind}"
+    named = kinds in _ENDS[transfer.operation] and not (source.host or destination.host)
+    right = "GPUs of one node write or read GPU memory, write host memory, or read it"
+    what = "is none that the TCCL fork has a name for"
+    require(named, f"transfer {str(transfer)[:60]!r}", what, right)
+    memory = "CPUMEM" if "C" in kinds else "GPUMEM"
+    engine = "MEMCPY" if transfer.uses_copy_engine else "KERNEL"
+    return f"GPU_{transfer.operation.upper()}_{memory}_{engine}"
 
 
 def _subsets(paths: Sequence[ForkPath], numa: Mapping[int, int]) -> Iterator[str]:
@@ -290,9 +286,7 @@ def _subsets(paths: Sequence[ForkPath], numa: Mapping[int, int]) -> Iterator[str
 
 def comment(note: str) -> str:
     """Return a note as one line of a comment: two hyphens would end it for the fork's parser."""
-    text = " ".join(escape(note).split())
-    while "--" in text:
-        text = text.replace("--", "- -")
+    text = re.sub("-(?=-)", "- ", " ".join(escape(note).split()))
     return "".join(part if part.isprintable() else "?" for part in text).rstrip("-")
 
 

@@ -360,9 +360,9 @@ def budgeted(**limits):
         (lambda: tccl_py.TransferSet("G0->G0->G1"), "`flows`: .*`parse_set`"),
         (lambda: tccl_py.cluster_of([], rails="best"), "'best', one of any, only"),
         (lambda: plan_of(SMALL).write(Path(__file__).parent), "; name a new directory$"),
-        (lambda: MeasurementOptions(repeats="x"), "`repeats`: is x; 6 or more"),
+        (lambda: MeasurementOptions(repeats="x"), "`repeats`: is of type str; give int"),
         (lambda: MeasurementOptions(repeats=1), "`repeats`: is 1; 6 or more"),
-        (lambda: MeasurementOptions(target=None), "`target`: is None"),
+        (lambda: MeasurementOptions(target=None), "`target`: is of type NoneType"),
         (lambda: tccl_py.make_cluster_plan(*cluster_of_two()), "are of other classes"),
     ],
 )

@@ -278,7 +278,7 @@ BARE = NodeClass(name="bare", machine=replace(toy_machine(gpus=1), gpus=()))
     ("fields", "parts"),
     [
         ({"hosts": ()}, ["0 hosts"]),
-        ({"hosts": (("a", 0, 1), ("a", 0, 1))}, ["host a is named twice"]),
+        ({"hosts": (("a", 0, 1), ("a", 0, 1))}, ["names host a twice"]),
         ({"hosts": (("a/b", 0, 1),)}, ["'a/b'"]),
         ({"hosts": (("a", 2, 1),)}, ["host a is of class 2", "2 classes"]),
         ({"hosts": (("a", -1, 1),)}, ["host a is of class -1"]),
@@ -292,7 +292,7 @@ BARE = NodeClass(name="bare", machine=replace(toy_machine(gpus=1), gpus=()))
         ({"switches": leaf("a", "a")}, ["a is at the switches"]),
         (
             {"switches": SwitchTree(name="leaf", switches=(leaf("a"),))},
-            ["switch leaf is named twice"],
+            ["names switch leaf twice"],
         ),
         ({"switches": SwitchTree(name="\x1b[m", hosts=("a",))}, ["cannot be a name"]),
         ({"switches": SwitchTree(name="s", switches=(replace(leaf("a"), name=""),))}, ["''"]),

@@ -83,7 +83,7 @@ EDITS_OF_ONE_HOST = [
 EDITS_OF_SEVERAL = [
     ("hosts/0/name", "../../etc/x", "host '../../etc/x' once in its order"),
     ("cluster/hosts/0/name", "a/b", "'a/b' cannot be a name"),
-    ("cluster/hosts/0/name", "gpu2", "host gpu2 is named twice"),
+    ("cluster/hosts/0/name", "gpu2", "names host gpu2 twice"),
     ("cluster/hosts/0/name", "x" * 5000, "has 5000 characters; at most 240"),
     ("cluster/hosts/0/name", "\x1b[31m", "cannot be a name here"),
     ("cluster/classes/0/name", "../x", "'../x' cannot be a name here"),

@@ -62,7 +62,7 @@ def test_names_that_cannot(name):
 
 
 def test_a_name_is_doubled():
-    refused(lambda: check_host_names(["a", "b", "a"], where="job"), "job: host a is named twice")
+    refused(lambda: check_host_names(["a", "b", "a"], where="job"), "job: names host a twice")
 
 
 @settings(max_examples=40)

@@ -158,7 +158,7 @@ def test_the_executor_makes_the_operation(text, operation):
         ("G0->G0->C1->G0->G0", "returns to its source"),
         ("G0->G0->G1->G2->G2", "is no bounce; a bounce goes"),
         ("G0->G0->G1{blocks=0}", "blocks=0 is out of range"),
-        ("G0->G0->G1{blocks=2,blocks=3}", "option 'blocks' is there twice"),
+        ("G0->G0->G1{blocks=2,blocks=3}", "names option blocks twice"),
         ("G0->G0->G1{fifo=x}", "fifo=x is no number"),
         ("G0->G0->G1{fifo=1M}", "has a FIFO but"),
         ("G0->G0->G1{blocks=2,side=sender}", "option 'side=sender' is not known"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from tccl_py.cli.options import (
     refuse,
 )
 from tccl_py.cli.output import BAD, DOUBT, GOOD, ProgressLine, grid, print_table, results
-from tccl_py.cli.plan import plan_by_workload
+from tccl_py.cli.plan import plan_by_workload, prove_into, proven_host
 from tccl_py.cli.process import (
     ANSWER_IS_NO,
     check_result_file,
@@ -68,18 +68,15 @@ from tccl_py.health.host import Defect, DriverState, HostState, files_of_this_ho
 from tccl_py.health.nics import check_network
 from tccl_py.health.pasted import findings_lines, read_pasted
 from tccl_py.health.plugin import plugin_complaints
-from tccl_py.health.proving import ProvenHost, prove_again, prove_host
+from tccl_py.health.proving import ProvenHost, prove_again
 from tccl_py.launchers import in_job
-from tccl_py.model.cluster import parse_gpus
 from tccl_py.model.links import DoctorReport, Proof
 from tccl_py.model.measurement import IN_DRY_RUN
-from tccl_py.nccl.asked import AskedJob
 from tccl_py.plan.directory import machine_file
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import plan_in
 from tccl_py.plan.text import plan_name
 from tccl_py.planning.opening import machine_subject
-from tccl_py.planning.subject import Prove
 from tccl_py.report.check import PREFLIGHT, preflight_metrics, report_check
 from tccl_py.report.plan import AdviceReport
 from tccl_py.report.tables import lines
@@ -241,55 +238,6 @@ def _concurrent(row: Comparison) -> list[str]:
     lines = [f"{times} x {flow}" if times > 1 else flow for flow, times in (+counted).items()]
     hidden = len(lines) - _SHOWN_FLOWS
     return [*lines[:_SHOWN_FLOWS], *([f"and {hidden} other flows"] if hidden > 0 else [])]
-
-
-# The proof of links, also for `tccl plan`
-
-
-def proven_host(
-    *,
-    force: bool = False,
-    gpus: str | None = None,
-    plans: bool = False,
-    ready: Callable[[], None] = lambda: None,
-) -> ProvenHost:
-    """Return this host with a proof of its links, after a line that says what runs.
-
-    `ready` is called when processes that measure may start.
-
-    Raises InputError: what `plans` are for NCCL that fails here whatever the links.
-    """
-    chosen = None if gpus is None else parse_gpus(gpus, "`gpus`")
-    with interrupts_put_off(CTRL_C_AND_SIGTERM):
-        proven = prove_host(chosen, force=force, plans=plans, say=notice, ready=ready)
-    links = proven.links
-    if plans and links is not None:
-        if links.verdict == "host memory fails":
-            right = "; ".join((*links.causes, "`tccl doctor` has more")[:2])
-            raise InputError("NCCL here", f"fails {links.what}", right)
-        if links.verdict != "sound":
-            notice(f"links: {links.verdict}: {links.what}")
-    return proven
-
-
-def prove_into(
-    hosts: list[ProvenHost],
-    *,
-    force: bool = False,
-    gpus: str | None = None,
-    measured: bool = False,
-) -> Prove:
-    """Return what proves the links for a plan, and adds this host to `hosts`.
-
-    Where sets were `measured` before, others need not be, and no process starts for them.
-    """
-
-    def prove(ready: Callable[[], None]) -> tuple[Proof | None, Sequence[AskedJob]]:
-        early = {} if measured else {"ready": ready}
-        hosts.append(proven_host(force=force, gpus=gpus, plans=True, **early))
-        return hosts[-1].links, hosts[-1].jobs
-
-    return prove
 
 
 # `tccl doctor` and `tccl advise`

@@ -34,6 +34,7 @@ from tccl_py.errors import (
 )
 from tccl_py.interrupts import INTERRUPTED
 from tccl_py.launchers import in_job
+from tccl_py.model.cluster import parse_gpus
 from tccl_py.model.measurement import JOURNAL_FILE
 from tccl_py.nccl.settings import MAX_GID_INDEX, pinned_env_text
 from tccl_py.nccl.versions import asked_version, known_versions
@@ -59,8 +60,13 @@ from tccl_py.simulator.descriptions import bundled_names
 from tccl_py.sources.bench import Bench
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tccl_py.experiments.communication import Communication
+    from tccl_py.health.proving import ProvenHost
+    from tccl_py.model.links import Proof
     from tccl_py.model.measurement import Backend
+    from tccl_py.nccl.asked import AskedJob
     from tccl_py.simulator.model import MachineModel
     from tccl_py.sources.hosts import Job
     from tccl_py.workloads.workload import Workload
@@ -274,14 +280,60 @@ def _prove_for(request: PlanRequest, job: Job | None, known: Path | None) -> Pro
     """Return what proves the links where GPUs of this host are planned, beside a plan's files."""
     by_model = request.simulate is not None or request.backend == "host"
     if job is None and not request.names_hosts and not by_model:
-        from tccl_py.cli.health import prove_into  # noqa: PLC0415 (loads much)
-
         measured = known is not None and holds_measurements(known / JOURNAL_FILE)
         return prove_into([], force=request.prove, gpus=request.gpus, measured=measured)
     # The hosts of a job prove their links when they are opened.
     if request.prove and (job is None or by_model):
         raise InputError("--prove", "is for GPUs that are measured", "leave it out")
     return None
+
+
+def proven_host(
+    *,
+    force: bool = False,
+    gpus: str | None = None,
+    plans: bool = False,
+    ready: Callable[[], None] = lambda: None,
+) -> ProvenHost:
+    """Return this host with a proof of its links, after a line that says what runs.
+
+    `ready` is called when processes that measure may start.
+
+    Raises InputError: what `plans` are for NCCL that fails here whatever the links.
+    """
+    from tccl_py.health.proving import prove_host  # noqa: PLC0415 (loads much)
+
+    chosen = None if gpus is None else parse_gpus(gpus, "`gpus`")
+    with interrupts_put_off(CTRL_C_AND_SIGTERM):
+        proven = prove_host(chosen, force=force, plans=plans, say=notice, ready=ready)
+    links = proven.links
+    if plans and links is not None:
+        if links.verdict == "host memory fails":
+            right = "; ".join((*links.causes, "`tccl doctor` has more")[:2])
+            raise InputError("NCCL here", f"fails {links.what}", right)
+        if links.verdict != "sound":
+            notice(f"links: {links.verdict}: {links.what}")
+    return proven
+
+
+def prove_into(
+    hosts: list[ProvenHost],
+    *,
+    force: bool = False,
+    gpus: str | None = None,
+    measured: bool = False,
+) -> Prove:
+    """Return what proves the links for a plan, and adds this host to `hosts`.
+
+    Where sets were `measured` before, others need not be, and no process starts for them.
+    """
+
+    def prove(ready: Callable[[], None]) -> tuple[Proof | None, Sequence[AskedJob]]:
+        early = {} if measured else {"ready": ready}
+        hosts.append(proven_host(force=force, gpus=gpus, plans=True, **early))
+        return hosts[-1].links, hosts[-1].jobs
+
+    return prove
 
 
 def plan_by_workload(

@@ -14,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from tccl_py.errors import InputError, require
+from tccl_py.errors import InputError, check_once, require
 from tccl_py.files import check_version
 from tccl_py.model.machine import MAX_GPUS, Knowledge, Machine, check, check_knowledge
 
@@ -47,12 +47,9 @@ def check_host_name(name: str, *, where: str) -> str:
 
 def check_host_names(names: Iterable[str], *, where: str, kind: str = "host") -> tuple[str, ...]:
     """Return the names of hosts (or another `kind`) if each is fit and none is doubled."""
-    unique: dict[str, None] = {}
-    for name in names:
-        if check_host_name(name, where=where) in unique:
-            raise InputError(where, f"{kind} {name} is named twice", "once is right")
-        unique[name] = None
-    return tuple(unique)
+    checked = tuple(check_host_name(name, where=where) for name in names)
+    check_once(where, kind, checked)
+    return checked
 
 
 def class_name(text: str, used: Container[str] = ()) -> str:
@@ -302,8 +299,7 @@ def parse_gpus(text: str, where: str = "GPU list") -> tuple[int, ...]:
         if last - first >= MAX_GPUS:
             raise InputError(where, f"{part!r} is too long", f"a node has at most {MAX_GPUS} GPUs")
         indices += range(first, last + 1)
-    for index, times in Counter(indices).items():
-        require(times == 1, where, f"names GPU {index} twice", "every GPU stands once")
+    check_once(where, "GPU", indices)
     return tuple(indices)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import msgspec
 
-from tccl_py.errors import InputError, require
+from tccl_py.errors import InputError, check_once, require
 from tccl_py.files import check_version, encode_json, pick
 from tccl_py.model.links import LinkFact
 from tccl_py.model.transfer import MAX_INDEX, index_of
@@ -289,8 +289,7 @@ def check(machine: Machine, *, where: str) -> Machine:
     # 2. Names.
     bus_ids = [b.bus_id for b in machine.bridges] + [g.bus_id for g in machine.gpus]
     for ids, kind in (([d.id for d in machine.devices], "device"), (bus_ids, "bus id")):
-        name, times = Counter(ids).most_common(1)[0]
-        require(times == 1, where, f"names {kind} {name} twice", "every name is used once")
+        check_once(where, kind, ids)
     # 3. The tree.
     inner = {n.id for n in machine.numa_nodes} | {b.id for b in machine.bridges}
     for device, parent in machine.parents.items():

@@ -30,7 +30,7 @@ from typing import Final, Literal, get_args
 
 import msgspec
 
-from tccl_py.errors import InputError, check_type, require, spell
+from tccl_py.errors import InputError, check_once, check_type, require, spell
 from tccl_py.files import TextValue
 
 Side = Literal["sender", "receiver"]
@@ -408,12 +408,9 @@ def _with_options(transfers: tuple[Transfer, ...], text: str, where: str) -> Flo
     values: dict[str, int] = {}
     side = Fifo().side
     items = text.split(",") if text else []
-    names = [item.partition("=")[0] for item in items]
+    check_once(where, "option", (item.partition("=")[0][:20] for item in items))
     for item in items:
         name, _, value = item.partition("=")
-        require(
-            names.count(name) == 1, where, f"option {name[:20]!r} is there twice", "once is right"
-        )
         if name in numbers:
             values[name] = _parse_size(name, value, numbers[name], where)
         elif name == "side" and kind == "bounce" and value in get_args(Side):

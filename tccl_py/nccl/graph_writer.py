@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tccl_py.errors import require
+from tccl_py.errors import check_choice, require
 from tccl_py.nccl.versions import ASSUMED, RING, TREE, TYPES, version_facts
 from tccl_py.nccl.view import leaves_as_named
 
@@ -106,4 +106,4 @@ def _check(rings: GraphRings, version: str) -> None:
     fault = f"has a speed of {rings.speed_gbps}"
     require(0 < rings.speed_gbps < _MAX_GBPS, where, fault, "GB/s of one channel, above 0")
     for kind in (rings.type_intra, rings.type_inter, rings.tree_type_inter):
-        require(kind in TYPES, where, f"has path type {kind[:20]!r}", f"one of {', '.join(TYPES)}")
+        check_choice(f"{where}: path type", kind, TYPES)

@@ -17,7 +17,7 @@ from typing import Annotated, Literal, get_args
 import msgspec
 from msgspec import Meta
 
-from tccl_py.errors import require
+from tccl_py.errors import check_once, require
 from tccl_py.files import check_types
 
 TunedCollective = Literal["broadcast", "reduce", "all_gather", "reduce_scatter", "all_reduce"]
@@ -144,8 +144,7 @@ def tuner_csv(tables: Sequence[TunerTable], gpus: Sequence[int]) -> tuple[str, i
 
 def check_tables(tables: Sequence[TunerTable], gpus: Sequence[int], *, where: str) -> None:
     """Check tables for a plan over some GPUs: sets, ranges, order and choices (InputError)."""
-    sets = [table.gpus for table in tables]
-    require(len(set(sets)) == len(sets), where, "has two tables for the same GPUs", "tune again")
+    check_once(where, "GPUs", (table.gpus for table in tables))
     for table in tables:
         place = f"{where}: GPUs {','.join(map(str, table.gpus))}"
         check_types(table, where=place)

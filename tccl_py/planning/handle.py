@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tccl_py.errors import check_type, require
+from tccl_py.errors import check_range, check_type
 from tccl_py.nccl.settings import Settings
 from tccl_py.plan import load
 from tccl_py.plan.chains import ChoiceName, Orders
@@ -78,8 +78,7 @@ class PlanHandle(Plan, frozen=True, kw_only=True):  # noqa: PLW1641 (has diction
         Raises InputError: no such ring, or as `rate`.
         """
         check_type(ring, "ring", int)
-        count = self.ring_count
-        require(0 <= ring < count, "ring", f"is {ring}", f"0 to {count - 1}")
+        check_range("`ring`", ring, 0, self.ring_count - 1)
         orders = (*self.orders[:ring], order, *self.orders[ring + 1 :])
         return self.rate(orders, source=source)
 

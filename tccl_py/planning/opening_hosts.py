@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec.structs import replace
 
-from tccl_py.errors import InputError, MeasurementError, require, spell
+from tccl_py.errors import InputError, MeasurementError, check_range, require, spell
 from tccl_py.files import pick
 from tccl_py.model.cluster import Cluster, NodeClass, cabled_nics, check_cluster, compress
 from tccl_py.model.links import Proof
@@ -407,8 +407,8 @@ def _list(nodes: int | None, text: str | None, known: Cluster | None) -> tuple[H
             fault = f"is {nodes}, but `hosts` has {len(hosts)} hosts"
             raise InputError("`nodes`", fault, "give one of the two, or equal numbers")
         return hosts
-    if nodes is None or not 1 <= nodes <= MANY_NODES:
-        raise InputError("`nodes`", f"is {nodes}", f"1 to {MANY_NODES}")
+    nodes = nodes or 0
+    check_range("`nodes`", nodes, 1, MANY_NODES)
     # Of a plan for 8 that grows to 16, node1 is not node01.
     planned = () if known is None else known.names
     widths = (len(name[4:]) for name in planned if re.fullmatch("node[0-9]+", name, re.ASCII))

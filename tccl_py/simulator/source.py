@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from tccl_py.errors import MeasurementError, check_type, require
+from tccl_py.errors import MeasurementError, check_range, check_type
 from tccl_py.files import encode_json
 from tccl_py.model.measurement import JournalHeader, Measurement, Sets, listed_sets
 from tccl_py.model.transfer import Flow, TransferSet
@@ -304,10 +304,8 @@ class Simulator:
         check_type(model, "model", MachineModel)
         check_type(noise, "noise", int, float)
         check_type(seed, "seed", int)
-        # The comparison is written so that NaN fails it.
-        right = "0 to 1, the standard deviation of a sample"
-        require(0.0 <= noise <= 1.0, "`noise`", f"is {noise}", right)
-        require(seed >= 0, "`seed`", f"is {seed}", "0 or more")
+        check_range("`noise`", noise, 0, 1)
+        check_range("`seed`", seed, 0, math.inf)
         self.model = model
         self.noise = noise
         self.seed = seed

@@ -19,7 +19,9 @@ from tccl_py.errors import (
     InputError,
     MeasurementError,
     SourceLostError,
-    require,
+    check_choice,
+    check_range,
+    check_type,
     spell,
 )
 from tccl_py.model.machine import Fingerprint, Knowledge, Machine
@@ -97,14 +99,11 @@ class MeasurementOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Whether data are compared in every set, not once for each flow."""
 
     def __post_init__(self) -> None:
-        # The comparison is written so that NaN fails it.
-        if not (isinstance(self.target, (int, float)) and 0 < self.target <= 1):
-            raise InputError("`target`", f"is {self.target}", "above 0 and at most 1, as 0.01")
-        good = isinstance(self.repeats, int) and self.repeats >= LEAST_REPEATS
-        require(good, "`repeats`", f"is {self.repeats}", f"{LEAST_REPEATS} or more, as 30")
-        if self.meeting not in get_args(FlowCoupling):
-            where = f"`meeting` {self.meeting[:20]!r}"
-            raise InputError(where, "is not known", f"one of {', '.join(get_args(FlowCoupling))}")
+        check_type(self.target, "target", int, float)
+        check_range("`target`", self.target, 0, 1, above=True)
+        check_type(self.repeats, "repeats", int)
+        check_range("`repeats`", self.repeats, LEAST_REPEATS, inf)
+        check_choice("`meeting`", self.meeting, get_args(FlowCoupling))
 
     @property
     def for_profiler(self) -> Options:
@@ -163,9 +162,8 @@ def measured_machine(backend: str | None = None, devices: int | None = None) -> 
 
 def check_backend(backend: str | None, devices: int | None = None) -> Backend:
     """Return the backend of a name; None is `cuda`. Refuse a number of devices beside GPUs."""
-    if backend not in (None, *get_args(Backend)):
-        backends = ", ".join(get_args(Backend))
-        raise InputError(f"`backend` {str(backend)[:20]!r}", "is not known", f"one of {backends}")
+    if backend is not None:
+        check_choice("`backend`", backend, get_args(Backend))
     if devices is not None and backend != "host":
         raise InputError("`devices`", "are of the host backend", "choose `backend` host")
     return "host" if backend == "host" else "cuda"
