@@ -362,7 +362,7 @@ def test_a_restricted_tree_has_just_those_hosts_in_the_same_order(tree, data):
 def test_restricting_refuses_by_name():
     tree = SwitchTree(name="", switches=(leaf("a", "n1", "n2"), leaf("b", "n2", "n3")))
     refused(lambda: restrict(tree, ["n1", "n9"]), "host n9 is at no switch")
-    refused(lambda: restrict(tree, ["n1", "n1"]), "host n1 is named twice")
+    refused(lambda: restrict(tree, ["n1", "n1"]), "names host n1 twice")
     refused(lambda: restrict(tree, ["n2"]), "host n2 is at the switches 'a' and 'b'")
     refused(lambda: restrict(tree, ["../x"]), "'../x'")
     refused(lambda: restrict(tree, []), "there are none")
