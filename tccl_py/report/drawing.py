@@ -273,7 +273,7 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     name: str = ""
     gpus: tuple[int, ...] = ()
     loads: dict[str, LinkLoad] = {}
-    maps: list[HeatMap] = []
+    map: HeatMap | None = None
 
     def parts(self, y: float = 0.0) -> list[View]:
         """Return the machine with its first ring from `y` down, and a row of GPUs for each other.

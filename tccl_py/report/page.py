@@ -37,7 +37,7 @@ from tccl_py.plan.text import (
     unrated_text,
 )
 from tccl_py.planning.hardware import limit_sentences
-from tccl_py.report.contents import Contents, heat_maps, viridis
+from tccl_py.report.contents import Contents, heat_map, viridis
 from tccl_py.report.drawing import NodeView, node_view, templates
 from tccl_py.report.machine import link_words
 from tccl_py.report.sizes import arm_charts, entry_lines, size_charts
@@ -175,11 +175,10 @@ def _node(contents: Contents, number: int) -> NodeView:
     hosts = {name for name, at in plan.cluster.host_classes.items() if at == number}
     # Sets without host names, as a simulated cluster has, are about equal hosts.
     hosts |= {""} if len(plan.cluster.classes) == 1 else set()
-    numa_nodes = tuple(node.index for node in part.machine.numa_nodes)
     return msgspec.structs.replace(
         node_view(part.machine, plan, number),
         name=part.name if len(plan.cluster.classes) > 1 else "",
-        maps=heat_maps(journal, gpus, numa_nodes, hosts),
+        map=heat_map(journal, gpus, hosts),
     )
 
 
