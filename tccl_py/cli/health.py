@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -79,7 +79,7 @@ from tccl_py.plan.text import plan_name
 from tccl_py.planning.opening import machine_subject
 from tccl_py.report.check import PREFLIGHT, preflight_metrics, report_check
 from tccl_py.report.plan import AdviceReport
-from tccl_py.report.tables import lines
+from tccl_py.report.tables import Column, lines
 from tccl_py.simulator.descriptions import is_named, load_machine
 from tccl_py.sources.hosts import examined_hosts
 from tccl_py.workloads.sources import workload_for
@@ -203,7 +203,9 @@ def _print_drift(plan: Plan, drift: Drift) -> None:
     console.print(f"{plan_name(plan)}: {verdict} since planning ({plan.provenance})", style=style)
     if drift.changes:
         console.print("Of each set that changed the flow that fell most:")
-        print_table(console, _rows(drift))
+        print_table(console, lines(_DRIFT, drift.changes[:_SHOWN]))
+        if hidden := len(drift.changes[_SHOWN:]):
+            console.print(f"and {spell(hidden, 'more set')}; --json has all")
         console.print(f"Suspected: {drift.points_to}.")
     for text, why in drift.lost.items():
         console.print(f"cannot be measured any more: {text}: {why}")
@@ -218,26 +220,23 @@ def _print_drift(plan: Plan, drift: Drift) -> None:
         )
 
 
-def _rows(drift: Drift) -> Iterator[Sequence[str]]:
-    """Yield the table of changed sets: the flow that fell most, and below it what ran beside."""
-    yield "flow, and what ran beside it", "was GB/s", "is GB/s", "change", "p"
-    for row in drift.changes[:_SHOWN]:
-        change, p = f"{row.ratio - 1:+.0%}", "< 1e-6" if row.p < 1e-6 else f"{row.p:.1g}"
-        flow = f"{row.flow.words} on {row.hosts}" if row.hosts else row.flow.words
-        yield flow, f"{row.was_gbps:.2f}", f"{row.is_gbps:.2f}", change, p
-        yield from ((f"  {line}", "", "", "", "") for line in _concurrent(row))
-    hidden = len(drift.changes) - _SHOWN
-    if hidden > 0:
-        yield f"and {hidden} more sets; --json has all", "", "", "", ""
-
-
-def _concurrent(row: Comparison) -> list[str]:
+def _beside(row: Comparison) -> str:
     """Return the further flows of a set, equal ones counted; the first few of many."""
     counted = Counter(flow.words for flow in row.transfers.flows)
     counted[row.flow.words] -= 1
-    lines = [f"{times} x {flow}" if times > 1 else flow for flow, times in (+counted).items()]
-    hidden = len(lines) - _SHOWN_FLOWS
-    return [*lines[:_SHOWN_FLOWS], *([f"and {hidden} other flows"] if hidden > 0 else [])]
+    texts = [f"{times} x {flow}" if times > 1 else flow for flow, times in (+counted).items()]
+    hidden = len(texts[_SHOWN_FLOWS:])
+    return ", ".join([*texts[:_SHOWN_FLOWS], *[f"and {hidden} other flows"] * bool(hidden)])
+
+
+_DRIFT = (
+    Column("flow", lambda row: f"{row.flow.words}{' on ' * bool(row.hosts)}{row.hosts}"),
+    Column("beside", _beside),
+    Column("was GB/s", lambda row: f"{row.was_gbps:.2f}"),
+    Column("is GB/s", lambda row: f"{row.is_gbps:.2f}"),
+    Column("change", lambda row: f"{row.ratio - 1:+.0%}"),
+    Column("p", lambda row: "< 1e-6" if row.p < 1e-6 else f"{row.p:.1g}"),
+)
 
 
 # `tccl doctor` and `tccl advise`

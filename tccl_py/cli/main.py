@@ -45,7 +45,7 @@ COMMANDS = {
     "advise": ("health:advise", "Say in ten lines what to try first on a machine."),
     "plan": ("plan:plan", "Find the best rings for a machine or a cluster, and write the files."),
     "verify": ("verify:verify", "Run real collectives by each choice of a plan; name the winner."),
-    "install": ("install:install", "Put a verified plan's settings where jobs find them."),
+    "install": ("export:install", "Put a verified plan's settings where jobs find them."),
     "doctor": ("health:doctor", "Look for what hangs or slows NCCL on this host."),
     "show": ("show:show", "Show a plan, what slows it (--why), or how two differ."),
     "report": ("show:report", "Write a plan as one HTML page."),
@@ -57,7 +57,7 @@ COMMANDS = {
     "run": ("env:run", "Run a job with the recommended choice of a plan."),
     "workload": ("workload:workload", "Show a job's collectives, from its logs or traces."),
     "export": ("export:export", "Write the files that a runtime reads, elsewhere."),
-    "uninstall": ("install:uninstall", "Take out the lines of `tccl install`."),
+    "uninstall": ("export:uninstall", "Take out the lines of `tccl install`."),
 }
 """Each command's module and function, and its line in `tccl --help`, in the order listed there."""
 _PANELS = {"advise": "Start here", "doctor": "Look", "env": "Use"}

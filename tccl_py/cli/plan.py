@@ -75,6 +75,11 @@ _SETS = DEFAULT_BUDGET.sets or 1
 HOST_SETS = 1250
 """At 30 a second they take most of the minute in which 8 GPUs are planned."""
 _DRY_SETS = 40
+_AS_GIVEN = (
+    *("simulate", "cpu", "noise", "seed", "backend", "devices", "target", "interfaces", "nodes"),
+    *("hosts", "switches", "gpus", "strategy", "keep_order", "gpus_per_job", "prove"),
+)
+"""Options that are fields of a request."""
 
 
 def plan(
@@ -138,32 +143,18 @@ def plan(
     if simulate is None and str(output) in bundled_names() and not output.exists():
         right = f"write --simulate {output}, and a DIR of another name"
         raise InputError(f"DIR {output}", "is a bundled machine", right)
+    as_given = {name: value for name, value in locals().items() if name in _AS_GIVEN}
     request = PlanRequest(
-        simulate=simulate,
+        **as_given,
         p2p=p2p_argument(p2p),
-        cpu=cpu,
-        noise=noise,
-        seed=seed,
-        backend=backend,
-        devices=devices,
-        target=target,
-        interfaces=interfaces,
-        nodes=nodes,
-        hosts=hosts,
-        switches=switches,
-        gpus=gpus,
         version=None if nccl is None else asked_version(nccl),
         pinned_env=pinned_here(pin_env or ()),
         ring_counts=ring_counts_of(rings),
-        strategy=strategy,
         budget=_budget(
             backend, max_sets, max_seconds, here=simulate is None and not (in_job() or hosts)
         ),
-        keep_order=keep_order,
         ib_gid_index=gid_index,
         subsets=True if gpus_per_job == EVERY_SET else None,
-        gpus_per_job=gpus_per_job,
-        prove=prove,
     )
     ranks = in_job()
     _check(request, in_job=ranks, tune=tune)
