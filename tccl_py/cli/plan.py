@@ -159,11 +159,7 @@ def plan(
     ranks = in_job()
     _check(request, in_job=ranks, tune=tune)
     several = ranks or request.names_hosts
-    job_of = predicted = None
-    if workload is not None:
-        from tccl_py.workloads.sources import workload_for  # noqa: PLC0415 (slow)
-
-        job_of = workload_for(workload)
+    job_of, predicted = None if workload is None else _job_workload(workload), None
     line = ProgressLine(*(() if several else (request.budget.sets, request.budget.seconds)))
     request = replace(request, reporter=line)
     with ExitStack() as stack:
@@ -209,6 +205,13 @@ def plan(
         held = "the plan from before" if stays else "the best so far, a usable plan"
         notice(f"interrupted: {output} has {held}; {again}")
         raise typer.Exit(INTERRUPTED)
+
+
+def _job_workload(text: str) -> Callable[[int], Workload]:
+    """Return a workload by its number of ranks."""
+    from tccl_py.workloads.sources import workload_for  # noqa: PLC0415 (slow)
+
+    return workload_for(text)
 
 
 def print_plan_json(plan: Plan, directory: Path, workload: Communication | None = None) -> None:
