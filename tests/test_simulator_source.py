@@ -42,7 +42,7 @@ def test_noise_spreads_samples_as_asked_around_the_rate():
 
 @pytest.mark.parametrize("noise", [-0.1, float("nan"), 2.0])
 def test_senseless_noise_is_refused(noise):
-    with pytest.raises(InputError, match="; 0 to 1$"):
+    with pytest.raises(InputError, match=r"; 0 to 1$"):
         Simulator(ASUS, noise=noise)
 
 
