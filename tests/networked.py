@@ -5,7 +5,7 @@ import itertools
 
 import msgspec
 
-from tccl_py.model.machine import Knowledge, Nic, check
+from tccl_py.model.machine import Nic, check
 from tccl_py.model.measurement import Measurement
 from tests.toy import toy_machine
 
@@ -32,9 +32,6 @@ def networked_machine(*, gpus, nics=1, numa_nodes=1, name="toy", gdr=False, mbps
         gpus=tuple(msgspec.structs.replace(gpu, gdr=gdr) for gpu in machine.gpus),
     )
     return check(made, where=name)
-
-
-NOT_PEERS = Knowledge(peer_access_default=False)
 
 
 class MadeUp:

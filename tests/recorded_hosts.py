@@ -12,7 +12,6 @@ from tccl_py.health.host import HostState
 from tests.nccl_cases import CASES
 
 RECORDED = CASES / "doctor"
-LINK = {"max_link_speed": "32.0 GT/s PCIe", "max_link_width": "16"}
 
 
 def config_space(control, *, size=4096):

@@ -1,7 +1,5 @@
 """`tccl advise`: ten lines on a machine, by a model anywhere, in time."""
 
-from pathlib import Path
-
 import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
@@ -15,12 +13,6 @@ from tccl_py.planning.opening import machine_subject
 from tccl_py.sources.profiled import measured_machine
 from tests.planned import SEVERAL_GPUS
 from tests.test_reference_plans import PLANS
-
-REPORTS = Path(__file__).parent / "cases" / "reports"
-
-
-def tccl(*arguments):
-    return CliRunner().invoke(app, ["advise", *map(str, arguments)])
 
 
 def advise(subject, diagnosis=None):
@@ -77,12 +69,3 @@ def test_this_machine_is_measured_as_its_plan_measures_it(monkeypatch):
     assert (found.simulated, found.assumptions) == (False, ())
     assert found.default_gbps > 0
     assert "host memory" in found.sure
-
-
-BOX = """\
-\tGPU0\tGPU1\tGPU2\tGPU3\tCPU Affinity\tNUMA Affinity
-GPU0\t X \tPHB\tSYS\tSYS\t0-31\t0
-GPU1\tPHB\t X \tSYS\tSYS\t0-31\t0
-GPU2\tSYS\tSYS\t X \tPHB\t32-63\t1
-GPU3\tSYS\tSYS\tPHB\t X \t32-63\t1
-"""

@@ -24,7 +24,6 @@ from tests.nccl_cases import CASES
 from tests.toy import toy_machine
 
 TOPOLOGY = CASES / "topologies" / "h200x4-vm.xml"
-MATRIX = CASES / "h200x4-vm" / "topo-m.txt"
 BOX = toy_machine(gpus=4, numa_nodes=2, per_switch=2)
 NO_ACCESS = Knowledge(
     peer_access=(PeerAccess(source=0, target=1, supported=False, provenance="reported"),),
@@ -33,12 +32,6 @@ NO_ACCESS = Knowledge(
 FINGERPRINT = Fingerprint(gpu_uuids=("GPU-1",), driver="575.1", numa_count=2, kernel="6.8")
 
 FACT = {"source": 7, "target": 0, "supported": True, "provenance": "reported"}
-
-
-def described(text, tmp_path):
-    path = tmp_path / "described.json"
-    path.write_text(text)
-    return read_description(path)
 
 
 def test_the_host_gives_knowledge_and_fingerprint_that_commands_use(monkeypatch, tmp_path):

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from tccl_py.explanation.findings import Explanation
-from tccl_py.model.measurement import JournalHeader
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.simulator.descriptions import load_bundled, model_for
@@ -15,7 +14,7 @@ from tccl_py.sources.bench import Bench
 from tccl_py.sources.journal import JournalFile
 from tests.cluster_plans import FOUR, PAIR, cluster_plan
 from tests.commands import done, tccl
-from tests.planned import as_only, rebind, replace_plan
+from tests.planned import as_only
 
 PLANS = Path(__file__).parent.parent / "plans"
 NAME = "amd-v100"
@@ -40,18 +39,6 @@ def directory(tmp_path):
     ):
         pass
     return tmp_path
-
-
-def measured(directory):
-    """Make the plan and its journal say that they were measured."""
-    plan = replace_plan(load_plan(directory), simulated=False, assumed=False)
-    plan.save(directory / "plan.json")
-    rebind(directory)
-    journal = directory / "measurements.jsonl"
-    journal.unlink()
-    header = JournalHeader(machine=NAME, identity="GPUs a, b", simulated=False)
-    with Bench(Simulator(load_bundled(NAME)), journal=JournalFile(journal, header)):
-        pass
 
 
 def test_the_json_is_what_is_kept(directory):

@@ -29,7 +29,7 @@ from tccl_py.model.measurement import mark as provenance
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.search.problem import Progress
-from tccl_py.simulator.descriptions import bundled_names, load_bundled, load_machine
+from tccl_py.simulator.descriptions import load_bundled, load_machine
 from tccl_py.sources.profiled import MeasurementOptions
 from tests.commands import tccl
 from tests.nccl_cases import CASES
@@ -38,7 +38,6 @@ from tests.toy import toy_machine
 
 TOPOLOGY = CASES / "topologies" / "h200x4-vm.xml"
 GRAPH = CASES / "h200x4-vm" / "graph.xml"
-NAMES = ", ".join(bundled_names())
 COMMANDS = ("discover", "measure", "validate")
 SET = "G0->G0->G1"
 ON = ("--simulate", "h200x4-vm")

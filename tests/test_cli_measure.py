@@ -1,20 +1,8 @@
 """`tccl measure`: figures, their order, their mark, and the journal."""
 
-import json
-
 from tccl_py.cli.measure import _measured_row
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import parse_set
-from tests.commands import tccl
-
-BOX = "asus-esc8000a-e13p"
-SETS = ("G4->G4->G0 G0->G0->G1", "G0->G0->C1->G4->G4{fifo=512K,blocks=8}")
-
-
-def entries(*arguments):
-    result = tccl("measure", *arguments, "--json")
-    assert (result.exit_code, result.stderr) == (0, "")
-    return json.loads(result.stdout)
 
 
 def test_flows_given_twice_keep_a_rate_each():

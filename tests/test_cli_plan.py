@@ -39,8 +39,6 @@ from tests.planned import (
 )
 from tests.test_reference_plans import PLANS
 
-KEYS = ["rings", "rate_gbps", "bound_gbps", "proven", "sets_measured", "simulated", "settings"]
-
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
@@ -61,16 +59,6 @@ def eight(tmp_path_factory):
     place = tmp_path_factory.mktemp("eight")
     write_plan(plan_of(ASUS), place, models=as_only(load_bundled(ASUS)))
     return place
-
-
-def shell(script):
-    result = subprocess.run(
-        ["bash", "-c", f"export NCCL_GRAPH_FILE=old\n{script}\nenv -0"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return dict(line.split("=", 1) for line in result.stdout.split("\x00") if "=" in line)
 
 
 # plan and show

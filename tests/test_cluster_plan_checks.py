@@ -233,7 +233,6 @@ def test_a_plan_nested_too_deep_is_refused(tmp_path):
     assert "nested too deep" in refused(head + '{"hosts": [' + "[" * 100_000, tmp_path)
 
 
-PLACES = ["hosts", "class_gpus", "paths", "choices", "cluster", "bound_gbps"]
 ODD = st.one_of(
     st.none(),
     st.booleans(),

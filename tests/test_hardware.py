@@ -2,9 +2,7 @@
 
 import msgspec
 import pytest
-from typer.testing import CliRunner
 
-from tccl_py.cli.main import app
 from tccl_py.health.advice import advice_by, advice_request
 from tccl_py.health.doctor import Diagnosis
 from tccl_py.health.host import defect
@@ -24,8 +22,6 @@ from tccl_py.simulator.descriptions import bundled_names, load_bundled
 
 FULL, HALF = PciLink(speed_gts=16.0, width=16), PciLink(speed_gts=16.0, width=8)
 FEW = PciLink(speed_gts=5.0, width=4)
-CARD = """<pci busid="0000:0{0}:00.0" class="0x030000" link_speed="8.0 GT/s PCIe" link_width="{1}">
-<gpu dev="{0}" sm="86" rank="{0}" gdr="0"/></pci>"""
 
 
 def machine(*links, nvlinks=(), switch=False, bridges=(), above=()):
@@ -115,12 +111,6 @@ def test_gpus_behind_the_chipset_of_a_board_are_named():
     )
     one = machine(FULL, FULL, bridges=(port,), above=["C0", port.bus_id])
     assert limits(one) == ["GPU 1"]
-
-
-def tccl(*words):
-    result = CliRunner().invoke(app, [str(word) for word in words])
-    assert result.exit_code == 0, result.output
-    return result.stdout
 
 
 def test_where_something_hangs_its_fix_comes_before_any_advice():

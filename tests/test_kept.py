@@ -391,9 +391,6 @@ def directory(tmp_path_factory):
     return place
 
 
-LINE = "for jobs with NCCL_P2P_DISABLE=1"
-
-
 def test_variables_that_are_set_and_not_planned_for_are_told(monkeypatch):
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     monkeypatch.setenv("NCCL_P2P_LEVEL", "far")

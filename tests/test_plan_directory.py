@@ -12,7 +12,6 @@ import pytest
 from tccl_py.delivery.plugin import plugin_exports
 from tccl_py.errors import InputError, visible
 from tccl_py.files import encode_json
-from tccl_py.model.measurement import JournalHeader
 from tccl_py.nccl.plugin import LIBRARY
 from tccl_py.nccl.plugin.index import INDEX_FILE, INDEX_HEAD
 from tccl_py.plan.directory import machine_file, write_plan
@@ -260,9 +259,6 @@ def test_a_hostile_machine_name_stays_in_the_directory(name, safe, tmp_path):
     show = tccl("show", tmp_path / "out" / "plan")
     assert show.exit_code == 0
     assert not set("\x00\x1b\x7f\x9b") & set(show.output)
-
-
-HEADER = JournalHeader(machine=SMALL, identity="model 1", simulated=True)
 
 
 def test_a_plan_without_a_model_or_of_measurements_has_none_to_simulate_by(tmp_path):

@@ -34,9 +34,6 @@ GPU_TO_GPU = "h0.G0->h0.G0->h0.C0->h0.N0->h1.N0->h1.N0->h1.C0->h1.G0->h1.G0{bloc
 LINK = Link("h0.N0", "h1.N0", 0)
 
 
-TCP = "tcp"
-
-
 def hosts_of(gpus=1, nics=1):
     """Two hosts; the first one's NICs are 127.0.0.1 to .9, the second one's 127.0.0.11 to .19."""
     return Hosts(

@@ -26,7 +26,6 @@ from tests.processes import alive
 from tests.skips import needs
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-IMPORTS = ("decimal", "no_such_module")
 
 
 @pytest.fixture(scope="module")

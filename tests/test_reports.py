@@ -36,10 +36,6 @@ def p2p(name):
     return sum(knowledge.can_access(machine, a, b) for a in gpus for b in gpus if a != b)
 
 
-def links(name):
-    return [(gpu.link.speed_gts, gpu.link.width) for gpu in described(name)[0].gpus]
-
-
 def test_a_card_has_the_link_and_the_compute_capability_of_its_name():
     named = {
         "NVIDIA H100 80GB HBM3": (90, 5, 16, True),

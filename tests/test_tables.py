@@ -30,7 +30,6 @@ from tccl_py.search.problem import Budget
 from tests.networked import MadeUp, networked_machine
 
 EXACT = Budget(sets=None, idle_sets=15)
-SMALL = Budget(sets=120, idle_sets=15)
 KINDS = [(2, 1), (2, 2), (3, 1), (1, 1)]
 
 
