@@ -3,8 +3,6 @@
 import contextlib
 import json
 
-import pytest
-
 from tccl_py.errors import InputError
 from tccl_py.health import doctor as command
 from tccl_py.readers.live import DriverFacts, GpuFacts
@@ -50,10 +48,3 @@ def test_the_driver_is_asked_for_conditions(monkeypatch):
     ((state, (complaint,)),) = driver.conditions
     assert (driver.gpus, state.gpu, state.persistence) == ((gpu,), 0, False)
     assert "x16; check its slot" in complaint
-
-
-@pytest.mark.parametrize("command_", ["doctor", "check"])
-def test_help_has_examples_and_keys(command_):
-    text = tccl(command_, "--help").stdout
-    assert f"tccl {command_}" in text.split("Examples", 1)[1]
-    assert "Exit codes" in text

@@ -146,7 +146,7 @@ def test_without_a_command_the_help_is_shown_and_the_exit_code_is_2():
     assert all(command in result.stdout for command in COMMANDS)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", NAMES_OF_ALL)
 def test_help_has_an_example_and_no_unexplained_option(command):
     result = tccl(command, "--help")
     assert result.exit_code == 0

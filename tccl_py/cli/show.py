@@ -321,10 +321,8 @@ def find_causes(
 def _print_causes(explanation: Explanation, plan: Plan, console: Console) -> None:
     """Print the findings of each set of rings, the worst first, and what the plan avoided."""
     console.print(f"What hurts on {planned_gpus(plan)}: {explanation.provenance}")
-    for part in explanation.paragraphs():
-        numbered = enumerate(part, start=1) if not isinstance(part, str) else ()
-        rows = [(f"{number:>3}", finding.sentence) for number, finding in numbered]
-        console.print(grid(rows) if rows else part)
+    for number, text in explanation.lines():
+        console.print(grid([(f"{number:>3}", text)]) if number else text)
     word = "simulated" if explanation.simulated else "measured"
     console.print()
     console.print(

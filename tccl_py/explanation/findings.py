@@ -128,30 +128,29 @@ class Explanation(Kept, frozen=True, kw_only=True):
         fits &= all(ring.rings > 0 for ring in self.rings)
         return "" if fits else "has a finding without a rate of each flow, or no ring"
 
-    def paragraphs(self) -> Iterator[str | tuple[Finding, ...]]:
-        """Yield lines on each set of rings and on pitfalls, and the findings below the lines."""
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """Yield lines on each set of rings and on pitfalls, "" or the number of a finding first."""
         for ring in self.rings:
             whose = _WHOSE[ring.name] + (f" on {ring.node_class}" if ring.node_class else "")
             more = f", {ring.rings} rings of {ring.rate_gbps / ring.rings:.2f}"
-            yield ""
-            yield f"{whose}: {ring.rate_gbps:.2f} GB/s{more * (ring.rings > 1)}"
-            yield from filter(None, (ring.sentence, ring.findings))
-            if ring.unexplained:
-                yield f"Left open: {ring.unexplained}"
+            yield "", ""
+            yield "", f"{whose}: {ring.rate_gbps:.2f} GB/s{more * (ring.rings > 1)}"
+            yield from [("", ring.sentence)] * bool(ring.sentence)
+            yield from _numbered(ring.findings)
+            yield from [("", f"Left open: {ring.unexplained}")] * bool(ring.unexplained)
         if self.pitfalls:
-            yield ""
-            yield "Avoided by these rings, for other reasons than above:"
-            yield self.pitfalls
+            yield "", ""
+            yield "", "Avoided by these rings, for other reasons than above:"
+            yield from _numbered(self.pitfalls)
 
     def __repr__(self) -> str:
         """Describe the explanation in sentences: rings, the slowdowns of each, and pitfalls."""
-        lines = [f"What hurts on {self.machine}: {self.provenance}"]
-        for part in self.paragraphs():
-            if isinstance(part, str):
-                lines += filter(None, [part])
-            else:
-                lines += [f"  {finding.sentence}" for finding in part]
-        return "\n".join(lines)
+        texts = [f"{'  ' * bool(number)}{text}" for number, text in self.lines() if text]
+        return "\n".join([f"What hurts on {self.machine}: {self.provenance}", *texts])
+
+
+def _numbered(findings: Sequence[Finding]) -> Iterator[tuple[str, str]]:
+    return ((str(number), one.sentence) for number, one in enumerate(findings, start=1))
 
 
 def kind_of(flow: Flow) -> str:
