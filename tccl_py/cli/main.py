@@ -181,11 +181,14 @@ class _Command(_HelpOption, TyperCommand):
             if programs and "--" not in args and getattr(error, "option_name", None):
                 error.message += "; put -- before the program if it is the program's"
             raise _plain(error, values) from error
+        given = []
         for param, times in Counter(given_params).items():
             several = getattr(param, "multiple", False) or getattr(param, "is_flag", False)
             once = param.param_type_name == "option" and not several
             require(times < 2 or not once, param.opts[-1], "is given twice", "give it once")
-        given = [_check_value(param, values.get(param.name)) for param in {*given_params}]
+        given = [
+            _check_value(param, values.get(param.name)) for param in dict.fromkeys(given_params)
+        ]
         check_given(str(self.name), given)
         return arguments
 

@@ -48,7 +48,7 @@ from tccl_py.plan.text import (
     diff,
     notices,
     planned_gpus,
-    subset_files,
+    show_plan,
     summary,
 )
 from tccl_py.planning.hardware import limit_sentences
@@ -64,6 +64,7 @@ from tccl_py.report.contents import read_contents
 from tccl_py.report.page import REPORT_FILE, check_replaceable, report_html
 from tccl_py.report.plan import report_plan
 from tccl_py.report.sizes import entry_lines
+from tccl_py.report.tables import Column, lines
 from tccl_py.report.verification import trade_off_lines
 from tccl_py.sources.bench import Bench
 from tccl_py.sources.opening import open_source
@@ -124,9 +125,9 @@ def show(
     if hops:
         print_table(results(), _hop_table(plan))
     if sets:
-        rows = list(_set_table(plan))
-        print_table(results(), rows)
-        if len(rows) == 1:
+        shown = show_plan(plan).communicators or ()
+        print_table(results(), lines(_SETS, shown))
+        if not shown:
             results().print("sets: none has a graph file of its own; see the line plugin above")
 
 
@@ -250,12 +251,13 @@ def _drop_empty(rows: Sequence[_Cells]) -> Iterator[_Cells]:
     return (tuple(itertools.compress(row, filled)) for row in rows)
 
 
-def _set_table(plan: Plan) -> Iterator[_Cells]:
-    """Yield the headers and cells of a table of the sets of GPUs that get a graph file."""
-    yield "GPUs", "GB/s", "rings", "graph file"
-    for gpus, name, planned in subset_files(plan):
-        rings = ", ".join(map(_numbers, planned.rings))
-        yield _numbers(gpus, ","), f"{planned.rate_gbps:.2f}", rings, f"nccl/{name}"
+_SETS = (
+    Column("GPUs", lambda one: _numbers(one.gpus, ",")),
+    Column("GB/s", lambda one: f"{one.rate_gbps:.2f}"),
+    Column("rings", lambda one: ", ".join(map(_numbers, one.rings))),
+    Column("graph file", lambda one: one.graph_file),
+)
+"""The sets of GPUs that get a graph file."""
 
 
 def _used_paths(plan: Plan) -> Counter[int]:
