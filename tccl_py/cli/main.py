@@ -186,9 +186,7 @@ class _Command(_HelpOption, TyperCommand):
             several = getattr(param, "multiple", False) or getattr(param, "is_flag", False)
             once = param.param_type_name == "option" and not several
             require(times < 2 or not once, param.opts[-1], "is given twice", "give it once")
-        given = [
-            _check_value(param, values.get(param.name)) for param in dict.fromkeys(given_params)
-        ]
+            given.append(_check_value(param, values.get(param.name)))
         check_given(str(self.name), given)
         return arguments
 
