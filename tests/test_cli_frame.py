@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import tccl_py
 from tccl_py.cli.main import COMMANDS as NAMES_OF_ALL
 from tccl_py.cli.main import load_command
-from tccl_py.cli.options import gpus_argument
+from tccl_py.cli.options import RULES, gpus_argument
 from tccl_py.cli.output import ProgressLine, grid, print_table, results
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.files import decode_json, encode_json
@@ -488,6 +488,19 @@ def test_the_start_of_a_job_loads_no_numerical_library(arguments, tmp_path):
 def test_the_text_of_a_commands_help_before_its_examples_is_short(command):
     text = getdoc(load_command(command).callback)
     assert len(text.split("Example")[0].split()) <= 70
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.commands}: {rule.options}")
+def test_rules_between_options_name_what_their_commands_have(rule):
+    others = {*(rule.needs or rule.excludes).split()}
+    known = {}
+    for name in rule.commands.split():
+        params = load_command(name).params
+        arguments = {(param.metavar or "").strip("[].") for param in params}
+        known[name] = arguments.union(*(param.opts for param in params))
+        assert known[name] & {*rule.options.split()} and known[name] & others
+    assert {*rule.options.split(), *others} <= set().union(*known.values())
+    assert bool(rule.needs) != bool(rule.excludes)
 
 
 def test_a_plans_help_has_ten_options_and_the_others_follow_on_request():
