@@ -45,10 +45,7 @@ class CpuAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer; rates are GB/s, `gain` is relative to default NCCL, None where not known.
-
-    `by_size` are NCCL's choices by message size, and `poor` says why some of them are poor.
-    """
+    """The answer; rates are GB/s."""
 
     limits: tuple[str, ...]
     machine: str
@@ -59,11 +56,13 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     environment: dict[str, str]
     rate_gbps: float | None
     gain: float | None
+    """Relative to default NCCL; None where not known."""
     bound_gbps: float | None
     simulated: bool
     sure: str
     by_size: tuple[BySize, ...]
     poor: tuple[str, ...]
+    """Why some of NCCL's choices by message size are poor."""
     assumptions: tuple[str, ...]
     problems: tuple[str, ...]
     following: str

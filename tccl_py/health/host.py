@@ -153,15 +153,14 @@ def cut(text: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class DriverState:
-    """The facts from NVML about all GPUs; `unseen` is the reason if there are none.
-
-    `conditions` are of each GPU, now idle, with sentences on what lowers rates.
-    """
+    """The facts from NVML about all GPUs."""
 
     gpus: tuple[GpuFacts, ...] = ()
     peer_access: tuple[PeerAccess, ...] = ()
     conditions: tuple[GpuState, ...] = ()
+    """Of each GPU, now idle, with sentences on what lowers rates."""
     unseen: str = ""
+    """Why there are no facts."""
 
 
 @dataclass(frozen=True, kw_only=True)

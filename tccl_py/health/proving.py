@@ -66,15 +66,15 @@ _NO_CAUSE = "nothing that the host shows explains it"
 
 @dataclass(frozen=True, kw_only=True)
 class _Job:
-    """A job of the proof, its NCCL_P2P_LEVEL (LOC for the control), and the pairs it joins by P2P.
-
-    `bad` is a clause on what is wrong, "" for none.
-    """
+    """A job of the proof."""
 
     proof: JobProof
     level: Level | None
+    """Its NCCL_P2P_LEVEL, LOC for the control."""
     uses: frozenset[Pair]
+    """The pairs that it joins by P2P."""
     bad: str
+    """A clause on what is wrong, "" for none."""
 
 
 def judge_links(

@@ -32,13 +32,11 @@ CPU_VENDORS = {"amd": "AuthenticAMD", "intel": "GenuineIntel"}
 
 
 class PciLink(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The PCI Express link from a device up to its parent; None is "not reported".
-
-    `width` is the number that NCCL takes for lanes, also 255, by which the kernel says "unknown".
-    """
+    """The PCI Express link from a device up to its parent; None is "not reported"."""
 
     speed_gts: Annotated[float, msgspec.Meta(gt=0, lt=1000)] | None = None
     width: Annotated[int, msgspec.Meta(ge=1, le=255)] | None = None
+    """The number that NCCL takes for lanes, also 255, by which the kernel says "unknown"."""
 
     @property
     def lanes(self) -> int | None:

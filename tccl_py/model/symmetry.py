@@ -33,16 +33,15 @@ MAX_ELEMENTS = 8_192  # Mappings listed; of a larger group a subgroup is used
 
 
 class Symmetry(msgspec.Struct, frozen=True, kw_only=True):
-    """A group of relabellings: row r maps `points[i]` to `points[elements[r, i]]`.
-
-    `order` is the size of the whole group; `elements` lists the group or, if that is too long, a
-    subgroup, the identity first. `generators` generate the whole group where that is longer.
-    """
+    """A group of relabellings: row r maps `points[i]` to `points[elements[r, i]]`."""
 
     points: tuple[str, ...]
     elements: npt.NDArray[np.int16]
+    """The group or, if that is too long, a subgroup, the identity first."""
     order: int
+    """The size of the whole group."""
     generators: tuple[Permutation, ...] = ()
+    """Those of the whole group where that is longer."""
 
 
 def automorphisms(

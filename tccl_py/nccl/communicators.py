@@ -197,16 +197,15 @@ MAX_LOG_CHARACTERS = 512 * 1024 * 1024
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A communicator over GPUs in rank order, with the text of a graph file (None: no file).
-
-    `topology` is the text of a topology file; without one the process's variables hold. Collectives
-    run in it for messages of `sizes` bytes.
-    """
+    """A communicator over GPUs in rank order."""
 
     gpus: tuple[int, ...]
     graph: str | None = None
+    """The text of a graph file; None: no file."""
     topology: str | None = None
+    """The text of a topology file; without one the process's variables hold."""
     sizes: tuple[int, ...] = ()
+    """Bytes of the messages for which collectives run in it."""
     proof: JobSlot | None = None
     """The job's time slot among those whose values are compared; None: nothing is compared."""
 

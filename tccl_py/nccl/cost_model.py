@@ -65,20 +65,20 @@ _CELL_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """The cost model of a communicator of one node.
-
-    `channels` are the final ones, `sm` the lowest and the highest of its GPUs. `power` is true on
-    POWER CPUs, and `ring_only` under NCCL_ALGO=Ring.
-    """
+    """The cost model of a communicator of one node."""
 
     ring: SearchGraph
     tree: SearchGraph
     ranks: int
     channels: int
+    """The final ones."""
     sm: tuple[int, int]
+    """The lowest and the highest of its GPUs."""
     rules: VersionFacts
     power: bool = False
+    """Whether the CPUs are of POWER."""
     ring_only: bool = False
+    """Whether NCCL_ALGO is Ring."""
 
     def choice(self, collective: TunedCollective, size: int) -> SizeChoice:
         """Return the choice for a message, whose bytes count as those of a tuner's table."""

@@ -204,15 +204,13 @@ _IDS = range(5)
 
 
 class Channel(msgspec.Struct, frozen=True):
-    """One channel: GPU devices in order, NICs in order (entry, then exit).
-
-    `ranks` holds the rank of each GPU in NCCL's dumps; this package never writes ranks, because a
-    newer NCCL trusts them more than the device.
-    """
+    """One channel: GPU devices in order, NICs in order (entry, then exit)."""
 
     gpus: tuple[int, ...]
     nets: tuple[int, ...] = ()
     ranks: tuple[int | None, ...] = ()
+    """Those of the GPUs, in NCCL's dumps; this package writes none, because a newer NCCL trusts
+    them more than the device."""
 
 
 class Graph(msgspec.Struct, frozen=True, kw_only=True):

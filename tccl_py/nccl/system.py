@@ -78,8 +78,7 @@ class TopoNode:
 class System:
     """The nodes of a machine seen by a communicator over some of its GPUs.
 
-    `gpus`, `nets` and `cpus` are ids in the order of the PCI tree; `gpu_direct` the pairs of GPU
-    and port that support GPU direct RDMA.
+    Ids are in the order of the PCI tree.
     """
 
     machine: Machine
@@ -92,6 +91,7 @@ class System:
     links: dict[tuple[str, str, PathType], TopoLink]
     rules: VersionFacts
     gpu_direct: frozenset[tuple[str, str]] = frozenset()
+    """The pairs of GPU and port that support GPU direct RDMA."""
 
     @property
     def sm_min(self) -> int:

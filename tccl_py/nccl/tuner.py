@@ -87,15 +87,15 @@ class TunerEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class TunerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Entries for communicators over exactly `gpus` of one host.
+    """Entries for communicators over exactly some GPUs of one host.
 
-    `gpus` are the plan's indices, ascending. `measured_on` is the measured set of GPUs: `gpus`, or
-    a set that a symmetry of the machine exchanges with `gpus`. Entries are in the order of
-    COLLECTIVES, then of sizes. A size without an entry is NCCL's own choice.
+    They are in the order of COLLECTIVES, then of sizes; without one the choice is NCCL's own.
     """
 
     gpus: tuple[int, ...]
+    """The plan's indices, ascending."""
     measured_on: tuple[int, ...]
+    """The same GPUs, or those that a symmetry of the machine exchanges with them."""
     entries: Annotated[tuple[TunerEntry, ...], Meta(max_length=256)] = ()
     hosts: Literal[1] = 1
 

@@ -51,11 +51,11 @@ class Verdict(GraphVerdict, frozen=True, kw_only=True):
     segfaults, corrupts memory, hangs or gives wrong sums.
 
     `rings` are the final channels' rank orders, each from rank 0 on; empty where init fails, and
-    for a node that NCCL cuts in parts. `nics` has a row for each of `rings` with one entry a node,
-    in rank order; empty for one node.
+    for a node that NCCL cuts in parts.
     """
 
     nics: tuple[tuple[ChannelNics, ...], ...] = ()
+    """A row for each ring with one entry a node, in rank order; empty for one node."""
 
 
 class NodeJob(msgspec.Struct, frozen=True, kw_only=True):

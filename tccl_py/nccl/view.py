@@ -28,24 +28,25 @@ _VIEW_FIELDS = ("version", "p2p_level", "shm_disable", "net_disable_intra", "net
 
 @dataclass(frozen=True, slots=True)
 class NcclView:
-    """A machine as one communicator sees it; `plain` are the paths before policy is applied.
-
-    `direct` are the pairs that talk without the CPU, `by_network` the pairs that NCCL sends over
-    NICs. `parts` are the GPUs in NCCL's order: more than one part is a node that NCCL cuts at init,
-    and a graph file over all GPUs is refused.
-    """
+    """A machine as one communicator sees it."""
 
     system: System
     knowledge: Knowledge
     settings: Settings
     plain: TopoPaths
+    """Before policy is applied."""
     paths: TopoPaths
     direct: Pairs
+    """Those that talk without the CPU."""
     by_network: Pairs
+    """Those that NCCL sends over NICs."""
 
     @property
     def parts(self) -> tuple[tuple[str, ...], ...]:
-        """The GPUs grouped as by ncclTopoTrimSystem: each joins the lowest earlier group."""
+        """The GPUs grouped as by ncclTopoTrimSystem: each joins the lowest earlier group.
+
+        More than one part is a node that NCCL cuts at init: it refuses a graph file over all GPUs.
+        """
         gpus, group = self.system.gpus, list[int]()
         for number, gpu in enumerate(gpus):
             near = (group[at] for at in range(number) if (gpu, gpus[at]) not in self.by_network)

@@ -154,10 +154,7 @@ def fingerprint_of(facts: DriverFacts, files: HostFiles = HOST) -> Fingerprint:
 # The driver's answers (NVML).
 @dataclass(frozen=True, kw_only=True)
 class GpuFacts:
-    """A GPU by NVML; `links` counts NVLinks by target bus id, "" for a switch.
-
-    `errors` are those that the driver counted on its links.
-    """
+    """A GPU by NVML."""
 
     index: int
     bus_id: str
@@ -165,9 +162,11 @@ class GpuFacts:
     name: str
     sm: int
     links: Mapping[str, int]
+    """The number of NVLinks by target bus id, "" for a switch."""
     c2c_links: int
     memory_bytes: int | None = None
     errors: Mapping[str, int] = field(default_factory=dict)
+    """Those that the driver counted on its links."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -143,16 +143,15 @@ class _Seen:
 
 @dataclass(frozen=True, kw_only=True)
 class _Matrix:
-    """The devices in the order of the text, with their relations and NUMA affinities ("" if none).
-
-    `gpus` are the rows of GPUs, and the NVML index of each; all further rows are NICs.
-    """
+    """The devices in the order of the text, with their relations."""
 
     where: str
     labels: list[str]
     cells: list[list[str]]
     numa: list[str]
+    """NUMA affinities, "" if none."""
     gpus: dict[int, int]
+    """The rows of GPUs, and the NVML index of each; all further rows are NICs."""
 
     def relation(self, row: int, column: int) -> str:
         """PIX to SYS; "" for NVLinked GPUs, whose relation on PCI is hidden."""

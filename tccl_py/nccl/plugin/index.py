@@ -84,15 +84,13 @@ class IndexedGpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class IndexedSet(msgspec.Struct, frozen=True, kw_only=True):
-    """The GPUs (NVML indices) of communicators, and their graph file, if they get one.
-
-    `nodes` has the NUMA node of each GPU's host buffers; {} leaves them where NCCL puts them.
-    """
+    """The GPUs (NVML indices) of communicators, and their graph file, if they get one."""
 
     gpus: tuple[int, ...]
     file: _File | None = None
     text: Annotated[bytes, Meta(max_length=MAX_GRAPH_BYTES)] = b""
     nodes: Mapping[int, _Node] = {}
+    """The NUMA node of each GPU's host buffers; {} leaves them where NCCL puts them."""
 
 
 class PluginIndex(msgspec.Struct, frozen=True, kw_only=True):
