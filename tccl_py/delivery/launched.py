@@ -94,7 +94,10 @@ def find_launch(command: Sequence[str] = ()) -> Launched:
     #    start others in another way.
     is_alone = rank is None or here == 1
     ranks = None if is_alone else here
-    parts = _launchers_in(command)
+    names = [PurePath(word).name for word in command]
+    places = [at for at, name in enumerate(names) if name in _LAUNCHERS]
+    ends = pairwise((*places, len(command)))
+    parts = [_launcher_ranks(names[at], command[at + 1 : end]) for at, end in ends]
     counted = [part for part in parts if part.ranks is not None]
     if counted:
         # One that starts a single rank on each host is there for the next.
@@ -189,14 +192,6 @@ _LAUNCHERS = {
     "srun": _SRUN,
     "deepspeed": _DEEPSPEED,
 }
-
-
-def _launchers_in(command: Sequence[str]) -> list[Launched]:
-    """Return the ranks on each host that each launcher of a command starts."""
-    names = [PurePath(word).name for word in command]
-    places = [at for at, name in enumerate(names) if name in _LAUNCHERS]
-    ends = pairwise((*places, len(command)))
-    return [_launcher_ranks(names[at], command[at + 1 : end]) for at, end in ends]
 
 
 def _launcher_ranks(name: str, words: Sequence[str]) -> Launched:

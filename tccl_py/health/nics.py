@@ -49,7 +49,11 @@ def check_nics(host: HostState) -> Results:
             yield from link_defects(host, device, above[-1], f"{names}, below {above[-1]}")
     yield from _below_siblings(host, ports)
     for port in ports:
-        yield from _bond(host, port)
+        # Of interfaces joined to one port a queue pair uses one.
+        members = host.text(_BONDS.format(port.interface)).split() if port.interface else []
+        members = members or host.text(_BONDS.format("bond0")).split() * ("bond" in port.name)
+        if len(members) > 1:
+            yield defect("bond", f"{port.name} of {list_names(members)}")
         if port.active and port.ethernet:
             yield from _addresses(host, port, port_name(port, ports))
     if ports and host.entries("dev") and not host.entries("dev/infiniband"):
@@ -82,14 +86,6 @@ def _below_siblings(host: HostState, ports: tuple[RdmaPort, ...]) -> Results:
                 if 0 < value < best:
                     slow, fast = (f"{round(number, 1):g} {unit}" for number in (value, best))
                     yield defect(rule, names[port], measured=slow, expected=fast)
-
-
-def _bond(host: HostState, port: RdmaPort) -> Results:
-    """Report interfaces joined to one port: a queue pair uses one of them."""
-    members = host.text(_BONDS.format(port.interface)).split() if port.interface else []
-    members = members or host.text(_BONDS.format("bond0")).split() * ("bond" in port.name)
-    if len(members) > 1:
-        yield defect("bond", f"{port.name} of {list_names(members)}")
 
 
 def _addresses(host: HostState, port: RdmaPort, name: str) -> Results:

@@ -412,7 +412,11 @@ def _with_options(transfers: tuple[Transfer, ...], text: str, where: str) -> Flo
     for item in items:
         name, _, value = item.partition("=")
         if name in numbers:
-            values[name] = _parse_size(name, value, numbers[name], where)
+            match, high = _SIZE.fullmatch(value), numbers[name]
+            values[name] = int(match["number"]) * _UNIT[match["unit"]] if match else 0
+            out = match or value.isdecimal()
+            fault = f"{name}={value[:20]} is {'out of range' if out else 'no number'}"
+            require(1 <= values[name] <= high, where, fault, f"1 to {_size_text(high)}")
         elif name == "side" and kind == "bounce" and value in get_args(Side):
             side = value  # type: ignore[assignment]
         else:
@@ -425,11 +429,3 @@ def _with_options(transfers: tuple[Transfer, ...], text: str, where: str) -> Flo
     filled = kind != "direct" or fifo == Fifo() or "blocks" in values
     require(filled, where, "has a FIFO but no blocks", "add blocks=N: each has a FIFO")
     return Flow(transfers, values.get("blocks"), fifo, values.get("buffer"))
-
-
-def _parse_size(name: str, text: str, high: int, where: str) -> int:
-    match = _SIZE.fullmatch(text)
-    value = int(match["number"]) * _UNIT[match["unit"]] if match else 0
-    fault = f"{name}={text[:20]} is {'out of range' if match or text.isdecimal() else 'no number'}"
-    require(1 <= value <= high, where, fault, f"1 to {_size_text(high)}")
-    return value

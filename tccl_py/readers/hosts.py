@@ -62,7 +62,12 @@ def expand(expression: str, *, where: str = "host list") -> tuple[str, ...]:
     for entry in _entries(expression, where=where):
         parts: list[list[str]] = []
         for part in _PART.finditer(entry):
-            parts.append(_texts(part, entry, where))
+            texts: Iterator[str] = iter([part[0]])
+            if part["ranges"] is not None:
+                runs = (_run(text, entry, where) for text in part["ranges"].split(","))
+                texts = itertools.chain.from_iterable(runs)
+            # Of too many only the first.
+            parts.append(list(itertools.islice(texts, MAX_HOSTS + 1)))
             fault = f"{shown(entry)} has more than {MAX_PARTS} parts"
             require(len(parts) <= MAX_PARTS, where, fault, "a few brackets are enough for any name")
         if len(hosts) + math.prod(map(len, parts)) > MAX_HOSTS:
@@ -83,14 +88,6 @@ def _entries(expression: str, *, where: str) -> Iterator[str]:
         if match.re is _HOST_ENTRY:
             yield match[0]
         at = match.end()
-
-
-def _texts(part: re.Match[str], entry: str, where: str) -> list[str]:
-    """Return the texts that a part of an entry stands for, if too many only the first of them."""
-    if part["ranges"] is None:
-        return [part[0]]
-    runs = (_run(text, entry, where) for text in part["ranges"].split(","))
-    return list(itertools.islice(itertools.chain.from_iterable(runs), MAX_HOSTS + 1))
 
 
 def _run(text: str, entry: str, where: str) -> Iterator[str]:
