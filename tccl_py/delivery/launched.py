@@ -6,6 +6,8 @@ import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
+from importlib import resources
 from itertools import groupby, pairwise
 from math import ceil, prod
 from pathlib import PurePath
@@ -95,7 +97,7 @@ def find_launch(command: Sequence[str] = ()) -> Launched:
     is_alone = rank is None or here == 1
     ranks = None if is_alone else here
     names = [PurePath(word).name for word in command]
-    places = [at for at, name in enumerate(names) if name in _LAUNCHERS]
+    places = [at for at, name in enumerate(names) if name in _launchers()]
     ends = pairwise((*places, len(command)))
     parts = [_launcher_ranks(names[at], command[at + 1 : end]) for at, end in ends]
     counted = [part for part in parts if part.ranks is not None]
@@ -145,9 +147,11 @@ def _number(variable: str) -> int | None:
 # Launchers in a command.
 
 
-class _Launcher(msgspec.Struct, frozen=True, kw_only=True):
+class _Launcher(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Options of a launcher, without dashes, and the variables that stand for them."""
 
+    commands: tuple[str, ...]
+    """Its names."""
     each: tuple[str, ...] = ()
     """Those with the ranks on each host."""
     all: tuple[str, ...] = ()
@@ -163,40 +167,17 @@ class _Launcher(msgspec.Struct, frozen=True, kw_only=True):
     """Whether these may lack its variables."""
 
 
-_TORCHRUN = _Launcher(
-    each=("nproc-per-node",),
-    hosts=("nnodes",),
-    variables={"nproc-per-node": "PET_NPROC_PER_NODE", "nnodes": "PET_NNODES"},
-    is_script=False,
-)
-_MPIRUN = _Launcher(
-    each=("ppn", "perhost", "npernode", "N"),
-    all=("n", "np"),
-    names=("H", "host", "hosts", "hostfile", "machinefile"),
-    unlike=True,
-)
-_SRUN = _Launcher(
-    each=("ntasks-per-node",),
-    all=("n", "ntasks"),
-    hosts=("N", "nodes"),
-    names=("w", "nodelist"),
-    variables={"ntasks": "SLURM_NTASKS"},
-)
-_ACCELERATE = _Launcher(all=("num-processes",), hosts=("num-machines",), is_script=False)
-_DEEPSPEED = _Launcher(each=("num-gpus",), hosts=("num-nodes",), names=("H", "hostfile"))
-_LAUNCHERS = {
-    **dict.fromkeys(("torchrun", "torch.distributed.run", "torch.distributed.launch"), _TORCHRUN),
-    **dict.fromkeys(("mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun"), _MPIRUN),
-    **dict.fromkeys(("accelerate", "accelerate.commands.launch"), _ACCELERATE),
-    "horovodrun": _MPIRUN,
-    "srun": _SRUN,
-    "deepspeed": _DEEPSPEED,
-}
+@cache
+def _launchers() -> dict[str, _Launcher]:
+    """Return the launchers of launchers.json by the names of their commands."""
+    data = resources.files("tccl_py.delivery").joinpath("launchers.json").read_bytes()
+    known = msgspec.json.decode(data, type=list[_Launcher])
+    return {command: one for one in known for command in one.commands}
 
 
 def _launcher_ranks(name: str, words: Sequence[str]) -> Launched:
     """Return the ranks of one launcher by its options, which come before a program's own."""
-    launcher = _LAUNCHERS[name]
+    launcher = _launchers()[name]
     # 1. Count hosts. Those that are not understood may be others.
     elsewhere, hosts = "", 1
     for options, counted in ((launcher.hosts, _count), (launcher.names, _count_listed)):
@@ -232,7 +213,7 @@ def _find_option(name: str, options: Collection[str], words: Sequence[str]) -> t
         # As srun -n4.
         if (short := re.fullmatch(r"(-([a-zA-Z]))(\d+)", word)) and short[2] in options:
             return f"{name} {short[1]}", short[3]
-    variables = (_LAUNCHERS[name].variables.get(option, "") for option in options)
+    variables = (_launchers()[name].variables.get(option, "") for option in options)
     return next(((named, text) for named in variables if (text := os.environ.get(named))), ("", ""))
 
 

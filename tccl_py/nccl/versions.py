@@ -1,10 +1,11 @@
-"""Differences between versions of NCCL, as data."""
+"""Differences between versions of NCCL, and its constants, most as data (releases.json)."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
+from importlib import resources
 from typing import Any, Literal, TypeVar, get_args
 
 import msgspec
@@ -32,7 +33,7 @@ SWAPPING = 2
 """The crossnic of a graph whose pairs of channels are swapped on odd nodes."""
 
 
-class VersionFacts(msgspec.Struct, frozen=True, kw_only=True):
+class VersionFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Facts of one release, with the values of 2.18 as defaults."""
 
     name: str = "2.18"
@@ -123,73 +124,34 @@ class VersionFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Whether registered windows use P2P that CUDA grants, whatever NCCL's P2P level."""
 
 
-_CHANGES: dict[tuple[int, int, int], dict[str, Any]] = {
-    (2, 21, 5): {
-        "fuses_topologies": True,
-        "dev_base": 16,
-        "max_children": 128,
-        "children_checked": True,
-        "max_elements": 4096,
-    },
-    # Checked in 2.28, and taken from halfway to 2.18 on.
-    (2, 24, 0): {
-        "name": "2.28",
-        "default_gdr_level": "P2C",
-        "unknown_levels": (),
-        "crossed": 2,
-        "amd_gpus": 2,
-    },
-    (2, 25, 1): {"max_channels": 32, "max_final_channels": 64},
-    (2, 27, 3): {"checks_values": True},
-    (2, 28, 3): {"has_cost_model": True},
-    # init.cc: symmetricSupport by isAllCudaP2p in place of isAllDirectP2p
-    (2, 28, 7): {"windows_ask_cuda": True},
-    (2, 29, 2): {
-        "channel_bytes": 32 << 10,
-        "blackwell_ring_ll128_gbps": 34.5,
-        "old_gpus_leave_over_sys": True,
-        "falls_back_to_local_nets": True,
-        "unknown_intra": (),
-    },
-    (2, 29, 7): {"unknown_inter": (86.0, 90.2), "blackwell_ring_ll128_gbps": 40.0},
-    (2, 30, 0): {
-        "name": "2.30",
-        "max_children": 640,
-        "max_elements": 65536,
-        "rank_overrides_dev": True,
-        "shm_copy_engine": False,
-        "relays_need_gpu_direct": True,
-        # init.cc computeBuffSizes, graph/connect.cc ncclTopoPostset
-        "rereads": ("NCCL_BUFFSIZE", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS"),
-    },
-    (2, 30, 3): {"device_nodes": True, "unknown_inter": (90.2,)},
-    (2, 30, 7): {"nearer_wins": True, "shares_nets_by_place": True, "routes_by_subnet": True},
-    # ConnectX-8 beside sm 100 still shares NICs by place: a Machine does not say the card.
-    (2, 31, 0): {
-        "name": "2.31",
-        "amd_gbps": (16.0, 24.0, 32.0),
-        "xeon6_gbps": 40.0,
-        "unknown_gts": 16.0,
-        "unknown_inter": (),
-        "shares_nets_by_place": False,
-        "slow_rings_halve_threads": False,
-        "power_trees_as_rings": False,
-        "trees_take_lesser_rate": True,
-        "plateau_collectives": ("all_gather", "reduce_scatter"),
-        "later_tie_wins": True,
-        "algorithms_exclude": True,
-        "tuners_lower_channels": True,
-    },
-    # Read in the library of 2.32.3 (tables, ncclTopoCompute, ncclTopoAddNvLinks, ring model).
-    (2, 32, 0): {
-        "name": "2.32",
-        "has_rubin": True,
-        "blackwell_ll_gbps": 282.4,
-        "plateau_collectives": ("all_gather", "reduce_scatter", "all_reduce"),
-        "plateau_by_steps": True,
-    },
-}
-"""The first release with each change (src of NCCL's releases), oldest first."""
+class _Change(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Facts that changed with a release."""
+
+    first: str
+    """The first release with them."""
+    facts: dict[str, Any]
+    source: str
+
+
+class _Releases(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Differences between releases, and rates by compute capability: releases.json."""
+
+    changes: tuple[_Change, ...]
+    """Oldest first."""
+    nvlink_gbps: dict[int, float]
+    """From this sm on, one NVLink's GB/s; older or unknown counts as sm 80."""
+    intra_gbps: dict[int, tuple[float, ...]]
+    """From this sm on, a channel's rates inside a node that the search tries."""
+    inter_gbps: dict[int, tuple[float, ...]]
+    """The same between nodes."""
+
+
+@cache
+def _releases() -> _Releases:
+    data = resources.files("tccl_py.nccl").joinpath("releases.json").read_bytes()
+    return msgspec.json.decode(data, type=_Releases)
+
+
 _VERSION = re.compile(
     r"v?(?P<major>[0-9]{1,3})\.(?P<minor>[0-9]{1,3})(?:\.(?P<patch>[0-9]{1,3}))?(?:(?:[+-]|\.[a-z]).{0,40})?",
     re.DOTALL,
@@ -201,7 +163,7 @@ _BEYOND = 40
 
 def known_versions() -> tuple[str, ...]:
     """Versions whose facts were checked, oldest first."""
-    later = (changes["name"] for changes in _CHANGES.values() if "name" in changes)
+    later = (one.facts["name"] for one in _releases().changes if "name" in one.facts)
     return (VersionFacts().name, *later)
 
 
@@ -237,10 +199,12 @@ def version_facts(version: str) -> VersionFacts:
     >>> version_facts("2.30.4").nearer_wins, version_facts("2.30").nearer_wins
     (False, True)
     """
-    own, facts = release(version), VersionFacts()
-    for first, changes in _CHANGES.items():
+    own, fields = release(version), dict[str, Any]()
+    for change in _releases().changes:
+        first = release(change.first)
         if own >= first:
-            facts = replace(facts, **changes)
+            fields |= change.facts
+    facts = msgspec.convert(fields, VersionFacts)
     return replace(facts, verified=facts.name == f"{own[0]}.{own[1]}")
 
 
@@ -283,9 +247,6 @@ _PCI_LANE = {2.5: 15, 5.0: 30, 8.0: 60, 16.0: 120, 32.0: 240, 64.0: 480}
 """GT/s -> what NCCL counts a lane as, in 100 Mb/s (80 of them are 1 GB/s)."""
 
 _RUBIN, _NOT_RUBIN = 107, (110, 120, 121)
-_NVLINK = {_RUBIN: 31.2, 100: 40.1, 90: 20.6, 87: 20.0, 86: 12.0, 70: 20.0, 60: 18.0}
-"""From this sm on, one NVLink's GB/s; older or unknown counts as sm 80."""
-
 INTEL, AMD = "GenuineIntel", "AuthenticAMD"
 _INTEL = ((0xCF, 40.0), (0x8F, 22.0), (0x55, 10.0))
 """From this model on, GB/s between sockets: Emerald Rapids, Sapphire Rapids, Skylake."""
@@ -294,24 +255,6 @@ _ZEN34, _ZEN5 = 25, 26
 """Families of AMD CPUs as the kernel numbers them."""
 _ZHAOXIN = ("CentaurHauls", "  Shanghai  ")
 _ZHAOXIN_YONGFENG = (7, 0x5B)
-
-_SLOW_NET = (2.4, 1.2, 0.24, 0.12)
-_INTRA = {
-    0: (40.0, 30.0, 20.0, 18.0, 15.0, 12.0, 10.0, 9.0, 7.0, 6.0, 5.0, 4.0, 3.0),
-    90: (60.0, 50.0, 40.0, 30.0, 24.0, 20.0, 15.0, 12.0, 11.0, 6.0, 3.0),
-    100: (90.0, 80.0, 70.0, 60.0, 50.0, 45.0, 40.0, 30.0, 24.0, 20.0, 19.0, 18.0),
-    _RUBIN: (280.8, 187.2, 140.4, 93.6, 70.2, 46.8, 35.1, 23.4, 17.55),
-}
-_INTER = {
-    0: (48.0, 30.0, 28.0, 24.0, 20.0, 18.0, 15.0, 12.0, 10.0, 9.0, 7.0, 6.0, 5.0, 4.0, 3.0,
-        *_SLOW_NET),
-    90: (48.0, 45.0, 42.0, 40.0, 30.0, 24.0, 22.0, 20.0, 17.5, 15.0, 12.0, 6.0, 3.0, *_SLOW_NET),
-    100: (96.0, 90.2, 86.0, 80.0, 48.0, 45.1, 42.0, 40.0, 30.0, 24.0, 22.0, 20.0, 17.5, 15.0, 12.0,
-          6.0, 3.0, *_SLOW_NET),
-    _RUBIN: (280.8, 187.2, 140.4, 96.0, 93.6, 74.6, 70.2, 48.0, 46.8, 37.4, 36.1, 35.1, 32.8, 24.6,
-             23.4, 19.7, 18.1, 17.55, 16.4, 14.4, 12.3, 9.9, 4.9, 2.5, 2.0, 1.0, 0.2, 0.1),
-}  # fmt: skip
-"""From this sm on, a channel's rates inside a node, and between nodes."""
 
 
 def pci_gbps(link: PciLink, *, unknown_gts: float = 8.0) -> float:
@@ -326,7 +269,7 @@ def pci_gbps(link: PciLink, *, unknown_gts: float = 8.0) -> float:
 
 def nvlink_gbps(sm: int | None, facts: VersionFacts) -> float:
     """Return the bandwidth of one NVLink of a GPU of this sm."""
-    return _from_sm(_NVLINK, sm or 0, facts, 20.0)
+    return _from_sm(_releases().nvlink_gbps, sm or 0, facts, 20.0)
 
 
 def _from_sm(table: Mapping[int, T], sm: int, facts: VersionFacts, otherwise: T) -> T:
@@ -355,7 +298,10 @@ def between_cpus_gbps(node: NumaNode, facts: VersionFacts) -> float:
 
 def speeds(sm: int, *, inter: bool, facts: VersionFacts) -> Sequence[float]:
     """Return the rates of a channel that the search tries, fastest first (search.cc)."""
-    table, unknown = (_INTER, facts.unknown_inter) if inter else (_INTRA, facts.unknown_intra)
+    known = _releases()
+    table, unknown = known.intra_gbps, facts.unknown_intra
+    if inter:
+        table, unknown = known.inter_gbps, facts.unknown_inter
     rates = _from_sm(table, sm, facts, ())
     return tuple(rate for rate in rates if sm < 100 or rate not in unknown)
 
