@@ -5,8 +5,10 @@ Source: p2p.cc and shm.cc of NCCL 2.30.7.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
+from importlib import resources
 from itertools import permutations, product
 from typing import Any, Literal
 
@@ -16,7 +18,6 @@ from tccl_py.errors import InputError, require
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.rings import Hop, HopSpace, Pair, PairHops, direct_read, direct_write
 from tccl_py.model.transfer import (
-    DEFAULT_FIFO_BYTES,
     FIFO_SLOTS,
     Fifo,
     Flow,
@@ -181,25 +182,28 @@ Search = Literal["mechanisms", "NIC buffers", "rings", "jobs"]
 """By measurement: mechanisms of pairs of GPUs, NIC buffers, and then what suits a ring set."""
 
 
-def _any_of(*kinds: str, but: str = "") -> Callable[[Collection[str]], bool]:
-    """Return whether a plan's rings have one of these mechanisms, and not another."""
-    return lambda present: but not in present and any(kind in present for kind in kinds)
-
-
-class Searched(msgspec.Struct, frozen=True):
-    """The values of a setting (of several: tuples) that a search tries, the first ones first.
-
-    Jobs try the rows of a `stage` with the best of the stage before. `networks` are those of the
-    plans that a row is for: "" of a single host, "sockets" or "RDMA". `fits` says of the mechanisms
-    in a plan's rings whether the setting matters.
-    """
+class Searched(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A row of searched.json: the values of a setting that a search tries, the first ones first."""
 
     search: Search
     setting: str
-    values: Sequence[Any]
+    """Its name, or several names."""
+    values: tuple[Any, ...]
+    """Of several settings lists."""
     stage: int = 0
-    networks: Collection[str] = ("", "sockets", "RDMA")
-    fits: Callable[[Collection[str]], bool] = lambda _: True
+    """Jobs try the rows of a stage with the best of the stage before."""
+    networks: tuple[str, ...] = ("", "sockets", "RDMA")
+    """Those of the plans that it is for: "" of a single host, "sockets" or "RDMA"."""
+    mechanisms: tuple[MechanismKind, ...] = ()
+    """It matters where a plan's rings have one of these; none: always."""
+    unless: str = ""
+    """And not this one."""
+    why: str = ""
+
+    def fits(self, present: Collection[str]) -> bool:
+        """Return whether the setting matters to rings of these mechanisms."""
+        has = not self.mechanisms or any(kind in present for kind in self.mechanisms)
+        return has and self.unless not in present
 
     @property
     def changes(self) -> Iterator[dict[str, Any]]:
@@ -209,51 +213,20 @@ class Searched(msgspec.Struct, frozen=True):
             yield dict(zip(names, value if len(names) > 1 else [value], strict=True))
 
 
-_BOUNCES = _any_of("bounce")
 SIZE_STAGE, PATH_STAGE, LAST_STAGE = 2, 4, 5
 """The stage of channels with FIFO sizes, and the one that also has other paths."""
-SEARCHED = (
-    # Combinations are tried that give some pair another mechanism, or some NIC another buffer.
-    Searched("mechanisms", "p2p_level", (None, "SYS", "PHB", "PXB", "PIX", "NVL", "LOC")),
-    Searched("mechanisms", "p2p_read", (None, True, False)),
-    Searched("mechanisms", "p2p_copy_engine", (False, True)),
-    Searched("mechanisms", "shm_locality", ("receiver", "sender")),
-    Searched("mechanisms", "shm_copy_engine", (None, "both", "sender", "receiver")),
-    Searched("mechanisms", "net_disable_intra", (False, True)),
-    Searched("NIC buffers", "net_gdr_level", (None, "SYS", "PHB", "PXB", "PIX", "LOC")),
-    Searched("NIC buffers", "net_gdr_read", (None, True, False)),
-    # Of the best rings, graph files try `channels`, and variables NCCL's own number and its doubles
-    # up to the last of `min_channels`. FIFO sizes are tried where something bounces.
-    Searched("rings", "channels", (1, 2, 4, 8, 16)),
-    Searched("rings", "min_channels", (1, 2, 4, 8, 16, 32)),
-    Searched("rings", "buffsize", [DEFAULT_FIFO_BYTES >> shift for shift in range(6)]),
-    # Else one thread of a GPU serves all sockets of a job. On two H200 over the loopback interface
-    # (2, 2) made 10 GB/s of 4, and (4, 2) with four channels 17 (NCCL 2.28.9).
-    Searched(
-        *("jobs", "socket_threads sockets_per_thread", ((2, 2), (4, 2), (4, 4))),
-        stage=1,
-        networks=["sockets"],
-    ),
-    # Most promising first, should the time be up. Between hosts, where all channels wait for the
-    # network, few may do: with sockets one thread serves all channels of a GPU.
-    Searched("jobs", "channels", (8, 16, 4, 32), stage=SIZE_STAGE, networks=[""]),
-    Searched("jobs", "channels", (8, 4, 16, 2, 32, 1), stage=SIZE_STAGE, networks=["RDMA"]),
-    Searched("jobs", "channels", (2, 4, 8, 1, 16), stage=SIZE_STAGE, networks=["sockets"]),
-    Searched("jobs", "buffsize", (DEFAULT_FIFO_BYTES, 512 << 10), stage=SIZE_STAGE),
-    # Tried with the best number of channels only, as each job takes seconds.
-    Searched("jobs", "buffsize", (256 << 10, 1 << 20, 128 << 10), stage=3),
-    Searched("jobs", "algo", (None, "Ring"), stage=PATH_STAGE),
-    Searched("jobs", "shm_locality", ("receiver", "sender"), stage=LAST_STAGE, fits=_BOUNCES),
-    Searched("jobs", "p2p_read", (True,), stage=LAST_STAGE, fits=_any_of("write", but="read")),
-    Searched("jobs", "p2p_read", (False,), stage=LAST_STAGE, fits=_any_of("read")),
-    Searched("jobs", "shm_copy_engine", ("both",), stage=LAST_STAGE, fits=_BOUNCES),
-    Searched("jobs", "p2p_copy_engine", (True,), stage=LAST_STAGE, fits=_any_of("read", "write")),
-)
+
+
+@cache
+def searched_settings() -> tuple[Searched, ...]:
+    """Return the rows of searched.json."""
+    data = resources.files("tccl_py.nccl").joinpath("searched.json").read_bytes()
+    return msgspec.json.decode(data, type=tuple[Searched, ...])
 
 
 def searched_in(search: Search, stage: int = 0, *, network: str = "") -> list[Searched]:
     """Return the rows of a search, or of a stage of it, for plans with such a network."""
-    rows = [row for row in SEARCHED if (row.search, row.stage) == (search, stage)]
+    rows = [row for row in searched_settings() if (row.search, row.stage) == (search, stage)]
     return [row for row in rows if network in row.networks]
 
 
