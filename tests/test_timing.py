@@ -1,12 +1,19 @@
 """Timing of calls on GPUs, by a stand-in for torch.cuda whose clock is advanced by calls alone."""
 
 import inspect
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
 
-from tccl_py.experiments.calls import GRAPH_CALLS, GRAPHED_BYTES, time_calls, timed_batch, warm_up
+from tccl_py.experiments.calls import (
+    GRAPH_CALLS,
+    GRAPHED_BYTES,
+    stopwatch,
+    time_calls,
+    timed_batch,
+    warm_up,
+)
 from tccl_py.rank_processes.rank import Communicator
 from tccl_py.rank_processes.training import TrainingStep
 from tests.skips import mark_needs
@@ -23,6 +30,7 @@ class FakeGpu:
 
     def __init__(self):
         gpu, self.now, self.graphs, self.capturing, self.launched = self, 0.0, [], None, 0
+        self.streams = 0
 
         class Event:
             def __init__(self, enable_timing=False):
@@ -55,7 +63,17 @@ class FakeGpu:
             yield
             gpu.capturing = None
 
-        cuda = SimpleNamespace(Event=Event, CUDAGraph=CUDAGraph, graph=graph, synchronize=id)
+        class Stream:
+            def __init__(self):
+                gpu.streams += 1
+
+            def wait_event(self, event):
+                assert event.at is not None
+
+        cuda = SimpleNamespace(
+            Event=Event, CUDAGraph=CUDAGraph, Stream=Stream, graph=graph, stream=nullcontext,
+            synchronize=id,
+        )  # fmt: skip
         self.cuda, self.float64, self.bfloat16, self.empty_like = cuda, "float64", "bfloat16", id
 
     def launch(self, seconds):
@@ -127,6 +145,15 @@ def test_large_and_long_calls_are_timed_without_a_graph(gpu, size, seconds):
     assert gpu.graphs == []
 
 
+def test_calls_begin_together_on_streams_of_their_own_that_are_made_once(gpu):
+    begin = stopwatch(gpu.communicator)
+    for count in (1, 2, 2):
+        # The stand-in's only clock runs one call after the other.
+        taken = begin([lambda: gpu.launch(0.5), lambda: gpu.launch(0.25)][:count])
+        assert taken == pytest.approx((0.5, 0.75)[:count])
+    assert gpu.streams == 2
+
+
 def test_a_gpu_is_kept_busy_until_its_clocks_are_up(gpu):
     warm_up(gpu.communicator)
     assert gpu.launched > 0
@@ -136,7 +163,7 @@ def test_a_gpu_is_kept_busy_until_its_clocks_are_up(gpu):
 def test_the_stand_in_has_names_and_arguments_of_torch_alone(gpu):
     import torch  # noqa: PLC0415
 
-    for name in ("Event", "CUDAGraph"):
+    for name in ("Event", "CUDAGraph", "Stream"):
         own = [key for key in vars(getattr(gpu.cuda, name)) if not key.startswith("__")]
         assert own and [key for key in own if not hasattr(getattr(torch.cuda, name), key)] == []
     arguments = set(inspect.signature(torch.cuda.graph).parameters)
