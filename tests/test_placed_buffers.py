@@ -106,10 +106,10 @@ def test_buffers_are_placed_only_where_the_kernel_numbers_all_nodes(ids):
         for node, number in zip(model.machine.numa_nodes, ids, strict=False)
     ]
     machine = msgspec.structs.replace(model.machine, numa_nodes=tuple(nodes))
-    task = task_on(machine, model.knowledge, Simulator(model), placement=True)
+    task = task_on(machine, model.knowledge, Simulator(model))
     assert bool(placements(task)) == (-1 not in ids[: len(nodes)])
     assert all(kind.shm_placement and kind.shm_locality == "sender" for kind in placements(task))
-    assert placements(msgspec.structs.replace(task, placement=False)) == ()
+    assert placements(msgspec.structs.replace(task, nics=(0,))) == ()
 
 
 def test_each_gpu_bounces_through_one_node_in_all_rings():

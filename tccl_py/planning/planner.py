@@ -194,7 +194,6 @@ def _plans_of_one(
         gpus[0],
         ring_counts=request.ring_counts or (RING_COUNTS if count <= 8 else FEW_RING_COUNTS),
         fewest_first=request.ring_counts is None,
-        placement=True,
         own_rings=own_rings,
     )
     # 1. The best choice; an interruption ends this with the best so far.

@@ -242,8 +242,6 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     """The NICs of chains over several hosts."""
     own_rings: OwnRings | None = None
     """Returns NCCL's own rings under each of several settings; None computes them by its rules."""
-    placement: bool = False
-    """Whether the jobs load the NCCL plugin, which places bounce buffers."""
     nodes: Mapping[int, int] = {}
     """The NUMA node of each GPU's bounce buffers, where these are known."""
     spaces: dict[tuple[object, ...], HopSpace] = msgspec.field(default_factory=dict)

@@ -312,7 +312,8 @@ def mechanisms(task: Task) -> tuple[Settings, ...]:
 def placements(task: Task) -> tuple[Settings, ...]:
     """Return settings under which the NCCL plugin places bounce buffers, if nodes differ."""
     nodes = {node.numa_id for node in task.host.machine.numa_nodes}
-    if not task.placement or len(nodes) < 2 or -1 in nodes:
+    # The plugin does so in no job over several hosts.
+    if task.nics or len(nodes) < 2 or -1 in nodes:
         return ()
     bouncing = (
         replace(kind, shm_locality="sender", shm_placement=True)
