@@ -18,15 +18,17 @@ from tccl_py.experiments.spec import bus_gbps
 from tccl_py.experiments.target import read_target
 from tccl_py.experiments.verify import stages
 from tccl_py.model.rings import Hop, bounce, ring, ring_like, ring_set
+from tccl_py.model.symmetry import automorphisms
 from tccl_py.nccl.paths import path_types
 from tccl_py.nccl.settings import Settings, check_settings, environment, settings_from_environment
 from tccl_py.nccl.system import PathType
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.view import view
-from tccl_py.plan.chains import sender_nodes
+from tccl_py.plan.chains import SubsetRings, sender_nodes
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.machine_files import placement
 from tccl_py.planning.handle import load_plan
+from tccl_py.planning.parts import images_of_rings
 from tccl_py.planning.planner import make_plan
 from tccl_py.planning.request import OneNode
 from tccl_py.planning.settings_search import placements
@@ -34,7 +36,7 @@ from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.workloads.workload import Workload, WorkloadRow
 from tests.commands import tccl
-from tests.planned import PCIE, as_only, plan_of, task_on, through
+from tests.planned import ASUS, PCIE, as_only, plan_of, task_on, through
 from tests.plugin.runs import plugin_library
 from tests.skips import lacking, needs
 
@@ -110,6 +112,18 @@ def test_buffers_are_placed_only_where_the_kernel_numbers_all_nodes(ids):
     assert bool(placements(task)) == (-1 not in ids[: len(nodes)])
     assert all(kind.shm_placement and kind.shm_locality == "sender" for kind in placements(task))
     assert placements(msgspec.structs.replace(task, nics=(0,))) == ()
+
+
+@pytest.mark.parametrize("name", [PCIE, ASUS])
+def test_images_of_rings_have_the_nodes_of_their_own_gpus_in_order(name):
+    model = load_bundled(name)
+    near = {gpu: model.machine.numa_of(f"G{gpu}") for gpu in model.machine.gpu_indices}
+    for gpus in itertools.combinations(near, 2):
+        nodes = tuple(map(near.get, gpus))
+        planned = SubsetRings(gpus=gpus, rings=(gpus,), rate_gbps=1.0, nodes=nodes)
+        images = images_of_rings(planned, automorphisms(model.machine, model.knowledge))
+        assert gpus in images
+        assert all(image.nodes == tuple(map(near.get, of)) for of, image in images.items())
 
 
 def test_each_gpu_bounces_through_one_node_in_all_rings():

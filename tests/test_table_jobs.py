@@ -23,7 +23,7 @@ from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import check_plan, load_plan
 from tccl_py.plan.staging import check_files
 from tccl_py.plan.tables import ClassRates, KeptChains, KeptTable, table_files
-from tccl_py.planning.jobs import bound_of, plan_of_job
+from tccl_py.planning.jobs import as_achieved, bound_of, plan_of_job
 from tccl_py.planning.join import plan_over
 from tccl_py.planning.planner import make_cluster_plan
 from tccl_py.planning.request import PlanRequest
@@ -31,6 +31,7 @@ from tccl_py.readers.hosts import HostSlots, listed_hosts
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.source import Simulator
+from tests.cluster_plans import mixed
 from tests.networked import networked_machine
 from tests.test_cli_plan import done, tccl
 
@@ -276,6 +277,16 @@ def test_a_job_over_gpus_without_a_table_gets_default_nccl_and_a_bound_for_its_r
     refused = tccl("env", place)
     assert (refused.exit_code, refused.stdout) == (2, "")
     assert f"`. {place}/nccl/env.sh`" in refused.stderr.replace("\n", " ")
+
+
+def test_a_job_of_a_verified_plan_has_the_share_of_its_rates_that_jobs_got_and_no_bound():
+    plan = mixed()
+    made = as_achieved(plan, plan, {"graph": plan.rate_gbps / 2, "default": 2.5}, "graph")
+    assert (made.bound_gbps, made.proven, made.winner) == (None, False, "graph")
+    assert made.rate_gbps == plan.rate_gbps / 2
+    shares = dict.fromkeys(("default", "variables"), 2.5 / plan.choices["default"].rate_gbps)
+    for name, share in shares.items():
+        assert made.choices[name].rate_gbps == plan.choices[name].rate_gbps * share
 
 
 def test_a_job_can_be_shown_but_makes_no_further_jobs(four, tmp_path):

@@ -139,7 +139,7 @@ def subset_rings(
     return answer_sets(
         subsets(task.host.machine, task.gpus),
         lambda gpus: _subset(task, settings, orders, gpus),
-        lambda planned: _images(planned, symmetry),
+        lambda planned: images_of_rings(planned, symmetry),
     )
 
 
@@ -205,8 +205,8 @@ def _subset(
     return SubsetRings(gpus=gpus, rings=rings, rate_gbps=result.rate_gbps, nodes=nodes)
 
 
-def _images(planned: SubsetRings, symmetry: Symmetry) -> dict[Order, SubsetRings]:
-    """The plan of a subset carried over to all subsets that look the same."""
+def images_of_rings(planned: SubsetRings, symmetry: Symmetry) -> dict[Order, SubsetRings]:
+    """Return the rings of a set of GPUs, carried over to all sets that look the same."""
     images = {planned.gpus: planned}
     for gpus, names in images_of_gpus(symmetry, planned.gpus).items():
         rings = tuple(tuple(index_of(names[f"G{gpu}"]) for gpu in ring) for ring in planned.rings)
