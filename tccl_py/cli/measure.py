@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 from msgspec import UNSET, UnsetType
+from msgspec.structs import asdict
 from rich.table import Table
 
 from tccl_py.cli import options
@@ -127,15 +127,19 @@ def _measure_sets(
     with source:
         measurements = _measure(source, transfer_sets, asked.journal)
         conditions = source.conditions
-    rows = list(zip(map(flow_texts, sets), measurements, strict=True))
+    texts = map(flow_texts, sets)
+    rows = [
+        _measured_row(*one, dry_run=source.dry_run) for one in zip(texts, measurements, strict=True)
+    ]
     if asked.json:
-        print_json([_measured_row(*row, dry_run=source.dry_run) for row in rows])
+        print_json(rows)
     else:
-        _print_table(title, conditions, rows, dry_run=source.dry_run)
+        _print_table(title, conditions, rows)
     # When it is closed, the source has looked at the GPUs once more.
     notice_each(source.notices)
-    for row in rows:
-        notice_each(_doubts(*row))
+    for row, measurement in zip(rows, measurements, strict=True):
+        if not measurement.simulated:
+            notice_each(_doubts(row.set, measurement))
 
 
 def _measure_pairs(asked: SimpleNamespace) -> None:
@@ -266,32 +270,20 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
 def _measured_row(texts: Texts, measurement: Measurement, *, dry_run: bool) -> Measured:
     """Return a measurement, rates in the order of its flows' texts."""
-    rates, widths = _in_order(texts, measurement)
+    flows = list(map(parse_flow, texts))
+    rates = measurement.in_order(flows)
     row: dict[str, Any] = {"set": " ".join(texts), "gbps": rates, "total_gbps": sum(rates)}
     row["dry_run"] = dry_run
     if measurement.simulated:
         return Measured(**row, **pick(measurement, "simulated", "assumed"))
+    widths = measurement.in_order(flows, relative_intervals(measurement))
     repeats = len(measurement.samples_gbps[0])
     return fill(Measured, measurement, **row, spread=widths, repeats=repeats)
 
 
-def _in_order(
-    texts: Texts, measurement: Measurement
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return rates and the widths of their intervals in the order of the flows' texts."""
-    flows = list(map(parse_flow, texts))
-    rates = measurement.in_order(flows)
-    if measurement.simulated:
-        return rates, (inf,) * len(rates)
-    return rates, measurement.in_order(flows, relative_intervals(measurement))
-
-
-def _doubts(texts: Texts, measurement: Measurement) -> Iterator[str]:
+def _doubts(name: str, measurement: Measurement) -> Iterator[str]:
     """Warn of what makes a measurement doubtful."""
-    if measurement.simulated:
-        return
-    name, repeats = " ".join(texts), len(measurement.samples_gbps[0])
-    far = len(measurement.outliers)
+    repeats, far = len(measurement.samples_gbps[0]), len(measurement.outliers)
     if not measurement.settled:
         width = _half_width(max(relative_intervals(measurement)))
         yield (
@@ -303,34 +295,31 @@ def _doubts(texts: Texts, measurement: Measurement) -> Iterator[str]:
     yield from overlap_notices(name, measurement)
 
 
-def _print_table(
-    title: str, conditions: str, rows: Sequence[tuple[Texts, Measurement]], *, dry_run: bool
-) -> None:
-    simulated = rows[0][1].simulated
+def _print_table(title: str, conditions: str, rows: Sequence[Measured]) -> None:
+    simulated, dry_run = rows[0].simulated, rows[0].dry_run
     more = () if simulated else ("interval", "repeats")
     title = f"Transfer sets on {title}{IN_DRY_RUN * dry_run}"
     table = Table("Flow", "GB/s", *more, "Source", title=title, caption=conditions or None)
     table.columns[0].overflow = "fold"
-    for texts, measurement in rows:
-        mark = provenance(simulated=simulated, assumed=measurement.assumed, dry_run=dry_run)
-        rates, widths = _in_order(texts, measurement)
-        repeats, timing = str(len(measurement.samples_gbps[0])), _timing(measurement)
-        for flow, rate, width in zip(texts, rates, widths, strict=True):
-            precision = () if simulated else (_half_width(width), repeats)
+    for row in map(asdict, rows):
+        mark = provenance(simulated=simulated, assumed=row["assumed"], dry_run=dry_run)
+        flows, repeats = row["set"].split(), f"{row['repeats']}"
+        for at, (flow, rate) in enumerate(zip(flows, row["gbps"], strict=True)):
+            precision = () if simulated else (_half_width(row["spread"][at]), repeats)
             table.add_row(flow, f"{rate:.2f}", *precision, mark)
-        together = (mark,) if simulated else ("", repeats, mark + timing)
-        table.add_row("together", f"{sum(rates):.2f}", *together, style="bold")
+        together = (mark,) if simulated else ("", repeats, mark + _timing(row))
+        table.add_row("together", f"{row['total_gbps']:.2f}", *together, style="bold")
         table.add_section()
     results().print(table)
 
 
-def _timing(measurement: Measurement) -> str:
+def _timing(row: Mapping[str, Any]) -> str:
     """Return the skew and overlap of a set's flows, after a comma; "" if not known."""
-    if measurement.skew_us is None or measurement.overlap is None:
+    if row["skew_us"] is None or row["overlap"] is None:
         return ""
-    error = f" \u00b1 {measurement.skew_error_us:.1f}" if measurement.skew_error_us else ""
-    least = "at least " if measurement.overlap_at_least else ""
-    return f", skew {measurement.skew_us:.1f}{error} us, overlap {least}{measurement.overlap:.0%}"
+    error = f" \u00b1 {row['skew_error_us']:.1f}" if row["skew_error_us"] else ""
+    least = "at least " if row["overlap_at_least"] else ""
+    return f", skew {row['skew_us']:.1f}{error} us, overlap {least}{row['overlap']:.0%}"
 
 
 def _half_width(width: float) -> str:
