@@ -24,18 +24,19 @@ from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.size_choices import size_notes
 from tccl_py.plan.text import limit_text
-from tccl_py.report.contents import heat_map, read_contents, viridis
 from tccl_py.report.drawing import (
     LinkLoad,
     cause_words,
     drawing,
     flow_hop,
+    heat_map,
     hops_view,
     link_loads,
     node_view,
+    viridis,
 )
 from tccl_py.report.machine import LANE, lay_out, nvlinks, wires
-from tccl_py.report.page import rate_bars, report_html
+from tccl_py.report.page import rate_bars, read_contents, report_html
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.pairs import pair_flow

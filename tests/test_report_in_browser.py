@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tccl_py.report.contents import read_contents
-from tccl_py.report.page import report_html
+from tccl_py.report.page import read_contents, report_html
 from tests.planned import ASUS, WRX
 from tests.report_pages import Page, all_singles_and_pairs, plan_directory
 

@@ -53,8 +53,7 @@ from tccl_py.plan.load import load_plan
 from tccl_py.plan.results import load_tuning
 from tccl_py.plan.staging import check_files
 from tccl_py.rank_processes.tasks import RankOutput
-from tccl_py.report.contents import read_contents
-from tccl_py.report.page import report_html
+from tccl_py.report.page import read_contents, report_html
 from tccl_py.workloads.workload import Workload, WorkloadRow
 from tests.commands import tccl
 from tests.planned import SMALL, plan_of, replace_plan

@@ -115,7 +115,7 @@ def print_table(console: Console, lines: Iterable[Iterable[str]], *, title: str 
 
 def heat(value: float | None, largest: float) -> Text:
     """Return a cell of a heat map."""
-    from tccl_py.report.contents import cell_colours, cell_text  # noqa: PLC0415 (slow)
+    from tccl_py.report.drawing import cell_colours, cell_text  # noqa: PLC0415 (slow)
 
     if value is None:
         return Text("-")

@@ -60,8 +60,7 @@ from tccl_py.planning.plan_sources import (
     source_again,
 )
 from tccl_py.report.bundle import CONTENTS, write_bundle
-from tccl_py.report.contents import read_contents
-from tccl_py.report.page import REPORT_FILE, check_replaceable, report_html
+from tccl_py.report.page import REPORT_FILE, check_replaceable, read_contents, report_html
 from tccl_py.report.plan import report_plan
 from tccl_py.report.sizes import entry_lines
 from tccl_py.report.tables import Column, lines

@@ -7,15 +7,18 @@ below. Importing this module gives machines and plans their `_repr_svg_`.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from statistics import median
 from textwrap import wrap
 from typing import Any, Literal
 
 import jinja2
 import msgspec
+import numpy as np
 from markupsafe import Markup, escape
 from msgspec.structs import replace
 
@@ -25,15 +28,15 @@ from tccl_py.explanation.paths import Paths
 from tccl_py.files import check_value
 from tccl_py.health.host import list_names
 from tccl_py.model.machine import Machine
+from tccl_py.model.measurement import Measurement
 from tccl_py.model.rings import neighbours
-from tccl_py.model.transfer import Flow
+from tccl_py.model.transfer import Flow, TransferSet
 from tccl_py.nccl.paths import path_types
 from tccl_py.nccl.transport import pair_mechanism
 from tccl_py.nccl.view import view
 from tccl_py.plan.chains import slowest_first
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.text import description, has_stand_ins, settings_words
-from tccl_py.report.contents import HeatMap, cell_colours, cell_text
 from tccl_py.report.machine import (
     Layout,
     NvLinks,
@@ -47,7 +50,13 @@ from tccl_py.report.machine import (
 )
 from tccl_py.simulator.model import MachineModel, gpu_names
 
+_VIRIDIS = (
+    *((68, 1, 84), (72, 36, 117), (65, 68, 135), (53, 95, 141), (42, 120, 142), (33, 145, 140)),
+    *((34, 168, 132), (68, 191, 112), (122, 209, 81), (189, 223, 38), (253, 231, 37)),
+)
+"""matplotlib's viridis at eleven places: even in lightness, and distinct for everybody."""
 Scheme = Literal["light", "dark"]
+Journal = Mapping[TransferSet, Sequence[Measurement]]
 _NARROW = 56
 """Characters of a line of a narrow drawing."""
 _LINE, _TITLE = 18.0, 24.0
@@ -257,6 +266,85 @@ def link_loads(paths: Paths, hops: Sequence[tuple[Flow, float]]) -> dict[str, Li
     passed = [way.part.device for way in (paths.passes(slowest) if slowest else ())]
     fullest = max(filter(used.__contains__, passed), key=lambda one: shares[one], default=None)
     return {key: LinkLoad(used[key], capacities[key], key == fullest) for key in used}
+
+
+# Maps of rates
+
+
+class HeatMap(msgspec.Struct, frozen=True, kw_only=True):
+    """The rate of each pair of GPUs alone, from rows to columns."""
+
+    gpus: tuple[int, ...]
+    rates: dict[tuple[int, int], tuple[Flow, float]]
+    """By sending and receiving GPU: the flow, and its rate, GB/s."""
+
+    @property
+    def largest(self) -> float:
+        """The largest rate, GB/s: the end of the colours."""
+        return max((gbps for _, gbps in self.rates.values()), default=0.0)
+
+    @property
+    def is_complete(self) -> bool:
+        """True if every pair has a rate."""
+        return len(self.rates) == len(self.gpus) * (len(self.gpus) - 1)
+
+    @property
+    def caption(self) -> str:
+        """The meaning of the cells."""
+        blocks = next((flow.blocks for flow, _ in self.rates.values()), None)
+        channels = "as many channels as help" if blocks is None else f"{blocks} channels"
+        sentence = f"The fastest mechanism from one GPU to another alone, each with {channels}."
+        more = " For all: `tccl measure --journal DIR/measurements.jsonl`."
+        return sentence + more * (not self.is_complete)
+
+
+def heat_map(journal: Journal, gpus: tuple[int, ...], hosts: Collection[str] = ("",)) -> HeatMap:
+    """Return the rates of pairs of GPUs, by the number of channels of which most are known.
+
+    Sets over `hosts` count, by the names in flows; the single host's name there is "".
+    """
+    known: dict[int | None, dict[tuple[int, int], tuple[Flow, float]]] = {}
+    for transfers, measured in journal.items():
+        flow, *others = transfers.flows
+        ends = flow.source.index, flow.destination.index
+        between = flow.source.kind == flow.destination.kind == "G" and set(ends) <= set(gpus)
+        if others or not between or len(flow.hosts) != 1 or not set(flow.hosts) <= set(hosts):
+            continue
+        samples = itertools.chain.from_iterable(one.samples_gbps[0] for one in measured)
+        rates, gbps = known.setdefault(flow.blocks, {}), median(samples)
+        if ends not in rates or gbps > rates[ends][1]:
+            rates[ends] = flow, gbps
+    usual = max(known, key=lambda blocks: (len(known[blocks]), blocks or math.inf), default=None)
+    return HeatMap(gpus=gpus, rates=dict(sorted(known.get(usual, {}).items())))
+
+
+def viridis(share: float) -> tuple[int, int, int]:
+    """Return the colour at `share` of the scale, 0 to 1.
+
+    >>> viridis(0.05)
+    (70, 18, 100)
+    """
+    steps = np.linspace(0, 1, len(_VIRIDIS))
+    red, green, blue = (
+        round(np.interp(share, steps, values)) for values in zip(*_VIRIDIS, strict=True)
+    )
+    return red, green, blue
+
+
+def cell_colours(gbps: float, largest: float) -> tuple[str, str]:
+    """Return the colours of a cell: background by rate, and legible ink."""
+    red, green, blue = viridis(gbps / largest)
+    ink = "#000000" if 0.299 * red + 0.587 * green + 0.114 * blue > 120 else "#ffffff"
+    return f"#{red:02x}{green:02x}{blue:02x}", ink
+
+
+def cell_text(gbps: float) -> str:
+    """Return a rate in few characters.
+
+    >>> cell_text(3.478), cell_text(50.65), cell_text(360.6)
+    ('3.5', '50.6', '361')
+    """
+    return f"{gbps:.0f}" if gbps >= 100 else f"{gbps:.1f}"
 
 
 # Machines with rings

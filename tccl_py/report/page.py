@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 from markupsafe import Markup
 
 from tccl_py import __version__
 from tccl_py.errors import InputError
+from tccl_py.experiments.record import Verification
+from tccl_py.experiments.sizes import SizeTuning, load_sizes
+from tccl_py.explanation.findings import Explanation
 from tccl_py.files import explain_errors
-from tccl_py.health.host import list_names
+from tccl_py.health.checks import links_now
+from tccl_py.health.host import HostState, list_names
 from tccl_py.model.cluster import compress
-from tccl_py.model.machine import NumaNode
-from tccl_py.model.measurement import IN_DRY_RUN
+from tccl_py.model.machine import NumaNode, PciLink
+from tccl_py.model.measurement import IN_DRY_RUN, JOURNAL_FILE
 from tccl_py.nccl.settings import GRAPH_VARIABLE, env_sh, environment
 from tccl_py.plan.chains import ChoiceName
 from tccl_py.plan.plan import Plan
+from tccl_py.plan.results import Kept, Tuning, plan_in, planned_fingerprint
 from tccl_py.plan.size_choices import size_notes
+from tccl_py.plan.staging import PLAN_FILE
 from tccl_py.plan.text import (
     CHOICE_WORDS,
     advice,
@@ -37,19 +46,119 @@ from tccl_py.plan.text import (
     unrated_text,
 )
 from tccl_py.planning.hardware import limit_sentences
-from tccl_py.report.contents import Contents, heat_map, viridis
-from tccl_py.report.drawing import NodeView, node_view, templates
+from tccl_py.planning.plan_sources import planned_model
+from tccl_py.report.drawing import Journal, NodeView, heat_map, node_view, templates, viridis
 from tccl_py.report.machine import link_words
 from tccl_py.report.sizes import arm_charts, entry_lines, size_charts
-from tccl_py.report.verification import headline
+from tccl_py.report.verification import headline, trade_off_lines
 from tccl_py.simulator.model import gpu_names
+from tccl_py.simulator.source import Simulator
+from tccl_py.sources.journal import JournalContents, read_journal
+from tccl_py.sources.pairs import pair_flow, pair_sets
 
+_DRY_RUN = "is a dry run without GPUs"
 _MOST_HOSTS = 64
 """More hosts are not all listed; `nccl/order/hosts.txt` has them."""
 REPORT_FILE = "report.html"
 _HEAD_BYTES = 2000
 _GENERATOR = '<meta name="generator" content="tccl report">'
 """Near the top of every report, to distinguish it from other files."""
+
+
+K = TypeVar("K", bound=Kept)
+
+
+class Contents(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan's directory; None stands for a missing file.
+
+    `pairs` are rates of pairs of GPUs beyond the journal. `driver` is that of the measured host,
+    and `now` has the links of its PCIe devices as they are, where the report is made there.
+    `notices` are sentences.
+    """
+
+    directory: Path
+    plan: Plan
+    journal: JournalContents | None
+    explanation: Explanation | None
+    verification: Verification | None
+    pairs: Journal
+    planned: str
+    driver: str
+    now: dict[str, PciLink]
+    sizes: tuple[SizeTuning, ...]
+    notices: tuple[str, ...]
+
+
+def read_contents(directory: Path) -> Contents:
+    """Read the files of a report; only the plan must be there."""
+    plan = plan_in(directory)
+    journal, notices = _journal(directory / JOURNAL_FILE, plan)
+    fingerprint = None if plan.simulated else planned_fingerprint(plan, directory)
+    day = datetime.fromtimestamp((directory / PLAN_FILE).stat().st_mtime, tz=timezone.utc)
+
+    def load(kind: type[K]) -> K | None:
+        try:
+            finding = kind.load(directory)
+        except InputError as error:
+            why = f"{error.what}; {error.right}"
+        else:
+            if isinstance(finding, Verification) and finding.backend != "cuda":
+                why = _DRY_RUN
+            elif finding is not None or not (directory / kind.FILE).exists():
+                return finding
+            else:
+                why = "is of an earlier plan"
+        notices.append(f"{kind.FILE} is left out: it {why}")
+        return None
+
+    explanation = load(Explanation)
+    verification = load(Verification)
+    for arm in verification.arms if verification is not None else ():
+        notices += [f"jobs of the choice {arm.name} failed: {arm.failure}"] * bool(arm.failure)
+    notices += trade_off_lines(verification) if verification is not None else ()
+    sizes = load_sizes(directory)
+    if any(tuning.backend != "cuda" for tuning in sizes):
+        sizes = ()
+        notices.append(f"{Tuning.FILE} is left out: it {_DRY_RUN}")
+    return Contents(
+        directory=directory,
+        plan=plan,
+        journal=journal,
+        explanation=explanation,
+        verification=verification,
+        pairs=simulated_pairs(plan, directory),
+        planned=f"{day:%Y-%m-%d}",
+        driver=fingerprint.driver if fingerprint is not None else "",
+        now=links_now(plan.machine, fingerprint, HostState()) if fingerprint is not None else {},
+        sizes=sizes,
+        notices=tuple(notices),
+    )
+
+
+def _journal(path: Path, plan: Plan) -> tuple[JournalContents | None, list[str]]:
+    """Return the journal beside the plan, and notices; None for another machine's journal."""
+    if not path.exists():
+        return None, [f"{path.name} is not there: rates of single hops and pairs are not known"]
+    journal = read_journal(path)
+    header = journal.header
+    names = {part.machine.name for part in plan.cluster.classes}
+    foreign = header.machine not in names and not header.hosts
+    if foreign or header.simulated != plan.simulated:
+        kind = "simulated" if header.simulated else "measured"
+        return None, [f"{path.name} is left out: it holds {kind} rates of {header.machine}"]
+    return journal, list(journal.notices)
+
+
+def simulated_pairs(plan: Plan, directory: Path) -> Journal:
+    """Return the rate of each pair of GPUs by the model of a simulated plan; {} without a model."""
+    model = None
+    if plan.simulated and len(plan.cluster.classes) == 1:
+        model = planned_model(plan, directory)
+    if model is None:
+        return {}
+    ends = itertools.permutations(plan.class_gpus[0], 2)
+    sets = pair_sets([pair_flow(model.machine, model.knowledge, *pair) for pair in ends])
+    return {measurement.transfers: [measurement] for measurement in Simulator(model).measure(sets)}
 
 
 def report_html(contents: Contents) -> str:
