@@ -9,47 +9,25 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from functools import cache
 from importlib import resources
 
 from tccl_py.errors import InputError
 from tccl_py.nccl.c_numbers import c_integer
 from tccl_py.nccl.versions import LEVELS
 
-HOST_VARIABLES = (
-    "NCCL_NVLS_ENABLE",
-    "NCCL_SOCKET_IFNAME",
-    "NCCL_SOCKET_FAMILY",
-    "NCCL_IB_DISABLE",
-    "NCCL_HOSTID",
-    "NCCL_MULTI_RANK_GPU_ENABLE",
-)
-"""Variables for what a host has, allows or forbids; the jobs of `tccl verify` inherit them."""
-CHOOSING_VARIABLES = (
-    "NCCL_ALGO", "NCCL_PROTO", "NCCL_MAX_NCHANNELS", "NCCL_MAX_CTAS", "NCCL_MIN_NCHANNELS",
-    "NCCL_MIN_CTAS", "NCCL_NTHREADS", "NCCL_THREAD_THRESHOLDS",
-)  # fmt: skip
-"""Variables that take the choice of algorithms, protocols or channels away from NCCL."""
+_LISTS = [
+    tuple(re.findall(r"NCCL_\w+", part))
+    for part in resources.files("tccl_py.nccl").joinpath("variables.txt").read_text().split("\n# ")
+]
+_, _INTEGERS, _TEXTS, HOST_VARIABLES, CHOOSING_VARIABLES, _UNFOLLOWED = _LISTS
+"""Variables for what a host has, allows or forbids, which the jobs of `tccl verify` inherit; those
+that take the choice of algorithms, protocols or channels away from NCCL; and those by which NCCL
+may find other paths, NICs or channels than its rules here."""
+_NAMES = frozenset((*_INTEGERS, *_TEXTS))
 _SET = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,99})=(.*)", re.ASCII | re.DOTALL)
 _LEVEL_NAMES = ("NCCL_P2P_LEVEL", "NCCL_NET_GDR_LEVEL")
-_UNFOLLOWED = (
-    "NCCL_IB_DISABLE", "NCCL_IB_MERGE_NICS", "NCCL_IB_RAIL_POLICY", "NCCL_IB_SORT_MERGE_NICS",
-    "NCCL_NET", "NCCL_NETDEVS_POLICY", "NCCL_NET_FORCE_MERGE", "NCCL_NET_GDR_C2C",
-    "NCCL_NET_GDR_MLOPART", "NCCL_NET_MERGE_LEVEL", "NCCL_NET_PLUGIN", "NCCL_NVB_DISABLE",
-    "NCCL_P2P_PXN_LEVEL", "NCCL_PXN_C2C", "NCCL_PXN_DISABLE", "NCCL_TOPO_SCATTER_START_NET",
-    "NCCL_TOPO_SPLIT_MLOPART", "NCCL_UNPACK_DOUBLE_NCHANNELS", "NCCL_WORK_ARGS_BYTES",
-)  # fmt: skip
-"""Variables by which NCCL may find other paths, NICs or channels than its rules here."""
 _SIMILAR = 0.88
 """By difflib's measure two letters in the wrong order in the shortest names."""
-
-
-@cache
-def _names() -> tuple[frozenset[str], frozenset[str]]:
-    """Return the names of variables that are integers, and of all."""
-    text = resources.files("tccl_py.nccl").joinpath("variables.txt").read_text()
-    integers, texts = (frozenset(re.findall(r"NCCL_\w+", part)) for part in text.split("# Texts"))
-    return integers, integers | texts
 
 
 def given_variables(settings: Sequence[str]) -> dict[str, str]:
@@ -110,21 +88,19 @@ def similar_name(name: str) -> str:
     >>> similar_name("NCCL_P2P_LEVLE"), similar_name("NCCL_P2P_LEVEL"), similar_name("LANG")
     ('NCCL_P2P_LEVEL', '', '')
     """
-    _, names = _names()
-    near = () if name in names else get_close_matches(name.upper(), names, 1, _SIMILAR)
+    near = () if name in _NAMES else get_close_matches(name.upper(), _NAMES, 1, _SIMILAR)
     return near[0] if near else ""
 
 
 def notices(variables: Mapping[str, str]) -> Iterator[str]:
     """Yield a sentence on each variable that NCCL does not know, or reads as something else."""
-    integers, names = _names()
     for name, text in variables.items():
         setting = f"{name}={text[:60]}"
-        if name not in names:
+        if name not in _NAMES:
             yield f"NCCL itself has no variable {name}"
         elif name in _LEVEL_NAMES and text not in LEVELS and not "0" <= text[:1] <= "9":
             yield f"NCCL ignores {setting}, which is no path type: {', '.join(LEVELS)}"
-        elif name in integers and text and (rest := c_integer(text)[1].strip()):
+        elif name in _INTEGERS and text and (rest := c_integer(text)[1].strip()):
             yield f"NCCL reads {setting} as {c_integer(text)[0]}: {rest[:60]!r} is no number"
 
 
