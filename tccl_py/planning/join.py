@@ -111,8 +111,7 @@ def best_rings(
                 cluster=cluster, nodes=nodes, settings=settings, keep_order=keep_order
             )
             rings = _realisable(search, count)
-            cancelled = any(node.stopped for node in nodes)
-            if cancelled and best is not None:
+            if best is not None and any(node.stopped for node in nodes):
                 break
             if rings is None:
                 continue
@@ -120,12 +119,13 @@ def best_rings(
             less = best is not None and cost < (best.ring_count, best.settings.channels)
             if best is None or prefer(rings.rate_gbps, best.rate_gbps, less=less):
                 best = rings
-        if best is not None and cluster.cables and not cancelled:
+        if best is not None and cluster.cables and not any(node.stopped for node in nodes):
             best = _of_all_dealings(cluster, nodes, best, keep_order=keep_order)
     except KeyboardInterrupt:
         if best is None:
             raise
         cancelled = True
+    cancelled |= any(node.stopped for node in nodes)
     if best is None and cancelled:  # There is nothing to return.
         raise KeyboardInterrupt
     if best is None:
