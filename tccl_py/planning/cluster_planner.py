@@ -488,11 +488,11 @@ class SeveralHosts:
                     limits.enter_context(bench.limit(again))
                 plan = plan_over(self.cluster, self.nodes, self.request)
         plan = replace(plan, cancelled=plan.cancelled or any(node.cancelled for node in self.nodes))
-        yield self._counted(plan)
+        yield self._count_sets(plan)
         if self.tables is not None:
-            yield self._counted(replace(plan, notices=(*plan.notices, *self._fill_tables())))
+            yield self._count_sets(replace(plan, notices=(*plan.notices, *self._fill_tables())))
 
-    def _counted(self, plan: Plan) -> Plan:
+    def _count_sets(self, plan: Plan) -> Plan:
         """Return a plan with the sets that symmetries spared; note searches over all GPUs cut."""
         for node in self.nodes[: len(self.gpus)]:
             # Beyond a bound that is reached, further sets of a search would find nothing.
