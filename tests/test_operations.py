@@ -197,7 +197,7 @@ def test_the_playbook_runs_in_order_and_copies_the_units_that_there_are():
     # What an unchanged host says (`tccl install`) is no change.
     (installing,) = (task for task in play["tasks"] if task.get("register") == "installed")
     (said,) = re.findall("'(.+)' not in", installing["changed_when"])
-    assert f"has the plan's {said}" in (ROOT / "tccl_py" / "cli" / "install.py").read_text()
+    assert f"has the plan's {said}" in (ROOT / "tccl_py" / "cli" / "export.py").read_text()
     (copied,) = (task["loop"] for task in play["tasks"] if "loop" in task)
     assert all((FILES / name).is_file() for name in copied)
 
