@@ -475,6 +475,9 @@ def test_a_plan_that_keeps_default_nccl_has_nothing_to_install(tmp_path):
     assert everything(tmp_path) == before
     said = tccl("env", directory, "--gpus", "0,1").stdout
     assert "# default NCCL for GPUs 0,1: nothing to set" in said
+    result = tccl("export", directory, "--runtime", "module", "--force")
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert "nothing to set" in result.stderr
     # What another plan had installed is replaced.
     (other := tmp_path / "other").mkdir()
     write_plan(plan_of("amd-v100"), other)

@@ -139,6 +139,9 @@ def _export_script(
         right = "name a Tcl module, which Lmod reads as well"
         raise InputError(str(output), "is for Lua", right)
     plan, delivery = accept(directory, request, newer_nccl=newer_nccl, say=notice)
+    if gives_nothing(plan, directory, delivery):
+        notice("nothing to set, so no script: jobs run as usual")
+        return
     write_result(script(form, plan, directory, delivery, equal_hosts=request.equal_hosts), output)
     if output is not None and output.is_file() and form == "slurm-prolog":
         output.chmod(0o755)

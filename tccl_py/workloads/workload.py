@@ -266,7 +266,7 @@ def load_bundled(name: str, ranks: int = 8) -> Workload:
     if name not in _BUNDLED:
         fault, right = "is no bundled workload", f"one of {', '.join(BUNDLED)}, or a file"
         raise InputError(f"workload {name!r}", fault, right)
-    require(2 <= ranks <= MAX_RANKS, "ranks", f"is {ranks}", f"2 to {MAX_RANKS}")
+    require(2 <= ranks <= MAX_RANKS, "`ranks`", f"is {ranks}", f"2 to {MAX_RANKS}")
     formula, rows = _BUNDLED[name]
     made = Workload(name=name, source=f"formula: {formula}", ranks=ranks, rows=tuple(rows(ranks)))
     return check_workload(made, name)
