@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -32,12 +32,12 @@ from tccl_py.plan.chains import CUT_SHORT, Choice, Order, failure_over
 from tccl_py.plan.plan import Plan
 from tccl_py.planning.handle import PlanHandle, with_methods
 from tccl_py.planning.request import (
+    DEFAULT_BUDGET,
     OwnRings,
     PlanRequest,
     Task,
     chosen_gpus,
     gpus_of_classes,
-    request_of,
 )
 from tccl_py.planning.settings_search import (
     Candidate,
@@ -49,6 +49,8 @@ from tccl_py.planning.settings_search import (
     settings_search,
     sound_gpus,
 )
+from tccl_py.search.problem import Budget, Reporter
+from tccl_py.search.strategies import Strategy
 from tccl_py.simulator.model import MachineModel
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.bench import Allowance, Bench, UnsoundLinkError, bench_for
@@ -324,8 +326,14 @@ def make_plan(
     source: BandwidthSource | None = None,
     *,
     gpus: Sequence[int] | str | None = None,
+    version: str = ASSUMED,
+    ring_counts: Sequence[int] | None = None,
+    strategy: str | Strategy = "best-first",
+    budget: Budget = DEFAULT_BUDGET,
+    reporter: Reporter | None = None,
+    pinned_env: Mapping[str, str] | None = None,
     own_rings: OwnRings | None = None,
-    **asked: Any,
+    subsets: bool | None = None,
 ) -> PlanHandle:
     """Find the settings and rings that suit the machine best, as far as `source` tells.
 
@@ -341,12 +349,20 @@ def make_plan(
         knowledge: what is known of it beyond structure; None is what a model knows, or nothing.
         source: answers transfer sets; None simulates a model.
         gpus: NVML indices of the GPUs to join, or text as `0-3`; None is all.
+        version: NCCL's version.
+        ring_counts: how many rings a set may have; None is 1, 2 and, up to 8 GPUs, 4.
+        strategy: of the search: a name in `STRATEGIES`, or a function with the signature of
+            `find_rings`.
+        budget: for the whole plan. Half of the sets is for the search under settings; default NCCL
+            and variables take half at most. A quarter is left for the bound, an eighth for the rest
+            and smaller sets of GPUs.
+        reporter: watches; KeyboardInterrupt ends the search with the best so far.
+        pinned_env: NCCL_P2P_DISABLE, NCCL_P2P_LEVEL or NCCL_IB_HCA as all jobs have it, with the
+            plan or without; no settings go beyond it, default NCCL's included.
         own_rings: returns NCCL's own rings under each of several settings; None computes them by
             its rules.
-        asked: `version`, `ring_counts`, `strategy`, `budget`, `reporter`, `pinned_env` and
-            `subsets`, fields of `PlanRequest`. Half of the budget's sets is for the search under
-            settings; default NCCL and variables take half at most. A quarter is left for the bound,
-            an eighth for the rest and smaller sets of GPUs.
+        subsets: whether smaller sets of GPUs get rings too; None is only where the plan recommends
+            graph files.
 
     Raises InputError: unknown GPUs, version or strategy, fewer than two GPUs, or pinned variables
     that say nothing of P2P. SearchError: no ring exists. MeasurementError: the source cannot
@@ -361,7 +377,16 @@ def make_plan(
     check_type(knowledge, "knowledge", Knowledge)
     if source is None:
         raise InputError("`source`", "is missing", "give one beside a Machine")
-    indices, request = chosen_gpus(machine, gpus), request_of(asked, "subsets")
+    indices = chosen_gpus(machine, gpus)
+    request = PlanRequest(
+        version=version,
+        ring_counts=_counts(ring_counts),
+        strategy=strategy,
+        budget=budget,
+        pinned_env=pinned_env or {},
+        subsets=subsets,
+        reporter=reporter,
+    )
     cluster = single_host(machine, knowledge, indices)
     return with_methods(plan_hosts(request, cluster, [source], gpus=indices, own_rings=own_rings))
 
@@ -386,8 +411,16 @@ def make_cluster_plan(
     sources: Sequence[BandwidthSource | None],
     *,
     kept: Sequence[ClassRates] = (),
+    version: str = ASSUMED,
+    ring_counts: Sequence[int] | None = None,
+    strategy: str | Strategy = "best-first",
+    budget: Budget = DEFAULT_BUDGET,
+    keep_order: bool = False,
+    ib_gid_index: int | None = None,
+    reporter: Reporter | None = None,
+    pinned_env: Mapping[str, str] | None = None,
+    gpus_per_job: str | None = None,
     tables: list[KeptTable] | None = None,
-    **asked: Any,
 ) -> PlanHandle:
     """Find the best settings, chains, NICs and order of hosts for a cluster.
 
@@ -396,14 +429,22 @@ def make_cluster_plan(
         sources: a source for each class, which answers sets of a host; flows over the network have
             only the host's part: `G3->N0->N0` leaves it, `N0->N0->G0` enters it. None has `kept`.
         kept: tables of classes measured earlier, taken in their searches' place.
+        version: NCCL's version.
+        ring_counts: possible numbers of rings; None is 1, 2 and 4, and one for each NIC.
+        budget: of sets, for each class; half of them is for the chains over all GPUs, and of these
+            half at least for chains shared by all classes. Tuning settings and measuring the result
+            come on top. Of the seconds half is for the classes, and a quarter for `tables`. They
+            are doubled where in that time no settings were rated on all classes.
+        strategy: of the search: a name in `STRATEGIES`, or a function with the signature of
+            `find_rings`.
+        keep_order: leave the hosts in the given order.
+        ib_gid_index: the address of RoCE ports for NCCL; None is NCCL's own choice.
+        reporter: watches; KeyboardInterrupt ends the search with the best so far.
+        pinned_env: NCCL_P2P_DISABLE, NCCL_P2P_LEVEL or NCCL_IB_HCA as all jobs have it, with the
+            plan or without.
+        gpus_per_job: sets of GPUs that `tables` are for, beside all, as `job_gpus` reads them.
         tables: a list that takes the tables of every class; None makes none. The other sets of GPUs
             share the other half of the budget.
-        asked: `version`, `ring_counts`, `strategy`, `budget`, `keep_order`, `ib_gid_index`,
-            `reporter`, `pinned_env` and `gpus_per_job`, fields of `PlanRequest`. The budget's sets
-            are for each class; half of them is for the chains over all GPUs, and of these half at
-            least for chains shared by all classes. Tuning settings and measuring the result come on
-            top. Of the seconds half is for the classes, and a quarter for `tables`. They are
-            doubled where in that time no settings were rated on all classes.
 
     Raises InputError: several hosts and a class without NIC, unknown version or strategy, or pinned
     variables that say nothing of P2P. SearchError: no ring exists. MeasurementError: a source
@@ -412,5 +453,20 @@ def make_cluster_plan(
     check_type(cluster, "cluster", Cluster)
     fits = isinstance(sources, Sequence) and len(sources) == len(cluster.classes)
     require(fits, "`sources`", "are of other classes", "give one for each class of hosts")
-    request = request_of(asked, "keep_order", "ib_gid_index", "gpus_per_job")
+    request = PlanRequest(
+        version=version,
+        ring_counts=_counts(ring_counts),
+        strategy=strategy,
+        budget=budget,
+        pinned_env=pinned_env or {},
+        keep_order=keep_order,
+        ib_gid_index=ib_gid_index,
+        gpus_per_job=gpus_per_job,
+        reporter=reporter,
+    )
     return with_methods(plan_hosts(request, cluster, sources, kept=kept, tables=tables))
+
+
+def _counts(ring_counts: Sequence[int] | None) -> tuple[int, ...] | None:
+    check_type(ring_counts, "ring_counts", Iterable, type(None))
+    return None if ring_counts is None else tuple(ring_counts) or None

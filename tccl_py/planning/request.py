@@ -143,23 +143,6 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
         return self.nodes not in (None, 1) or self.hosts is not None
 
 
-OF_ANY_PLAN = ("version", "ring_counts", "strategy", "budget", "reporter", "pinned_env")
-
-
-def request_of(asked: Mapping[str, Any], *further: str) -> PlanRequest:
-    """Return a request of OF_ANY_PLAN and `further` fields; numbers of rings may be any iterable.
-
-    Raises InputError: a field of another type. TypeError: another field.
-    """
-    for name in asked.keys() - {*OF_ANY_PLAN, *further}:
-        raise TypeError(f"{name!r} is no field that is asked of such a plan")
-    check_type(asked.get("ring_counts"), "ring_counts", Iterable, type(None))
-    given = {name: value for name, value in asked.items() if value is not None}
-    if "ring_counts" in given:
-        given["ring_counts"] = tuple(given["ring_counts"]) or None
-    return PlanRequest(**given)
-
-
 def chosen_gpus(machine: Machine, gpus: Sequence[int] | str | None) -> tuple[int, ...]:
     """Return GPUs to plan for in ascending order, given by indices or text; None is all.
 
