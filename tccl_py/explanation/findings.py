@@ -136,12 +136,12 @@ class Explanation(Kept, frozen=True, kw_only=True):
             yield "", ""
             yield "", f"{whose}: {ring.rate_gbps:.2f} GB/s{more * (ring.rings > 1)}"
             yield from [("", ring.sentence)] * bool(ring.sentence)
-            yield from _numbered(ring.findings)
+            yield from _numbered_lines(ring.findings)
             yield from [("", f"Left open: {ring.unexplained}")] * bool(ring.unexplained)
         if self.pitfalls:
             yield "", ""
             yield "", "Avoided by these rings, for other reasons than above:"
-            yield from _numbered(self.pitfalls)
+            yield from _numbered_lines(self.pitfalls)
 
     def __repr__(self) -> str:
         """Describe the explanation in sentences: rings, the slowdowns of each, and pitfalls."""
@@ -149,7 +149,7 @@ class Explanation(Kept, frozen=True, kw_only=True):
         return "\n".join([f"What hurts on {self.machine}: {self.provenance}", *texts])
 
 
-def _numbered(findings: Sequence[Finding]) -> Iterator[tuple[str, str]]:
+def _numbered_lines(findings: Sequence[Finding]) -> Iterator[tuple[str, str]]:
     return ((str(number), one.sentence) for number, one in enumerate(findings, start=1))
 
 

@@ -347,7 +347,7 @@ def rails_by_name(
                 fault = f"has two NICs of {host}"
                 require(rail not in of_nic.values(), place, fault, "a host has one NIC on a rail")
                 of_nic[nic.index] = rail
-        numbers[host] = _numbered(machine, {n: list(rails).index(of_nic[n]) for n in of_nic})
+        numbers[host] = _rail_numbers(machine, {n: list(rails).index(of_nic[n]) for n in of_nic})
     rail, name = min(unknown, default=("", ""))
     fault = f"names {shown(name)}, which no host of the job has"
     right = "a NIC is named as in NCCL_IB_HCA, without the port"
@@ -370,11 +370,11 @@ def rails_of_subnets(
         return {}
     rails = sorted(joined, key=lambda on: min(on.values()))
     return {
-        host: _numbered(machine, {on[host][0]: rail for rail, on in enumerate(rails)})
+        host: _rail_numbers(machine, {on[host][0]: rail for rail, on in enumerate(rails)})
         for host, machine in machines.items()
     }
 
 
-def _numbered(machine: Machine, on: Mapping[int, int]) -> tuple[int, ...]:
+def _rail_numbers(machine: Machine, on: Mapping[int, int]) -> tuple[int, ...]:
     """Return the rail of each NIC; those without one get numbers that no rail has."""
     return tuple(on.get(nic.index, 1000 + nic.index) for nic in machine.nics)
