@@ -138,6 +138,24 @@ def test_each_gpu_bounces_through_one_node_in_all_rings():
     assert not rule.admits([hops(0, 1, 1), hops(0, 0)])
 
 
+def test_a_ring_under_other_settings_keeps_the_nodes_of_its_bounces():
+    model, placed = load_bundled(PCIE), {"shm_locality": "sender", "shm_placement": True}
+
+    def space(channels):
+        chosen = Settings(p2p_level="LOC", channels=channels, **placed)
+        return hop_space(view(model.machine, model.knowledge, chosen))
+
+    choices = [space(4).between(at, (at + 1) % 4) for at in range(4)]
+    for nodes in itertools.product(range(4), repeat=4):
+        hops = [
+            next(hop for hop in of_pair if hop.flow.through == node)
+            for of_pair, node in zip(choices, nodes, strict=True)
+        ]
+        again = ring_like(space(8), ring(hops))
+        assert tuple(hop.flow.through for hop in again.hops) == nodes
+        assert {hop.flow.blocks for hop in again.hops} == {16}
+
+
 def test_rings_of_a_set_share_the_nodes_of_their_gpus():
     found = make_plan(PCIE, ring_counts=(2,))
     nodes = {(hop.source, hop.flow.through) for one in found.rings for hop in one.hops}
