@@ -94,6 +94,8 @@ def _be_pytest(copy: Path, arguments: list[str], output: Path) -> None:
     os.chdir(copy)
     os.setpgid(0, 0)
     os.environ["PYTHONPATH"] = f"{copy}:{copy / 'profiler'}"
+    # Bytecode of a fault of as many characters, in the same second, would be taken for the file's.
+    os.environ["PYTHONDONTWRITEBYTECODE"], sys.dont_write_bytecode = "1", True
     sys.path[:0] = [str(copy), str(copy / "profiler")]
     for name in [name for name in sys.modules if name.partition(".")[0] in OWN]:
         del sys.modules[name]
