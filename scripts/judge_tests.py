@@ -8,6 +8,7 @@ prints the faults that live, and how many were seen. Exits with 1 where one live
 import argparse
 import ast
 import io
+import itertools
 import multiprocessing
 import os
 import re
@@ -94,8 +95,6 @@ def _be_pytest(copy: Path, arguments: list[str], output: Path) -> None:
     os.chdir(copy)
     os.setpgid(0, 0)
     os.environ["PYTHONPATH"] = f"{copy}:{copy / 'profiler'}"
-    # Bytecode of a fault of as many characters, in the same second, would be taken for the file's.
-    os.environ["PYTHONDONTWRITEBYTECODE"], sys.dont_write_bytecode = "1", True
     sys.path[:0] = [str(copy), str(copy / "profiler")]
     for name in [name for name in sys.modules if name.partition(".")[0] in OWN]:
         del sys.modules[name]
@@ -121,19 +120,28 @@ def run_tests(copy: Path, arguments: list[str]) -> tuple[int, str]:
     return process.exitcode, output.read_text(errors="replace")
 
 
+_SECONDS = itertools.count(int(time.time()))
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file with a time of its own: bytecode is known by its file's second and length."""
+    path.write_text(text)
+    os.utime(path, (second := next(_SECONDS), second))
+
+
 def judge(mutant: Mutant, copy: Path) -> tuple[bool, str]:
     """Return whether a mutant is seen, and a line on it."""
     path = copy / mutant.file
     right = path.read_text()
     try:
-        path.write_text(mutant.changed(copy))
+        _write(path, mutant.changed(copy))
     except ValueError as error:
         return False, f"no longer fits: {error}"
     start = time.monotonic()
     try:
         code, said = run_tests(copy, shlex.split(mutant.tests))
     finally:
-        path.write_text(right)
+        _write(path, right)
     if code in (0, 5) or code == 4:
         words = "lives" if code == 0 else "its tests do not run"
         return False, f"{words}: {mutant.file}, {mutant.function}: {mutant.behaviour}"
