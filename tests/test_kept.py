@@ -368,6 +368,14 @@ def test_a_clusters_plan_keeps_to_it_on_every_host(tmp_path):
         load_plan(tmp_path)
 
 
+def test_pinned_nics_leave_the_level_to_the_plan(tmp_path):
+    pinned = {"NCCL_IB_HCA": "=mlx5_0"}
+    plan = make_plan("amd-v100", budget=Budget(sets=40, idle_sets=5), pinned_env=pinned)
+    plan.save(tmp_path / "plan.json")
+    assert load_plan(tmp_path) == plan and plan.settings.p2p_level == "SYS"
+    assert all(way.environment["NCCL_IB_HCA"] == "=mlx5_0" for way in plan.choices.values())
+
+
 # The command.
 
 

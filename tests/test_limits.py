@@ -25,7 +25,7 @@ def limited(number, soft, hard, *command):
 
 @pytest.mark.parametrize(
     "command",
-    ["doctor", "env DIR", "measure --backend host SET", "plan -o DIR", "verify DIR"],
+    ["doctor", "env DIR", "measure --backend host SET", "plan DIR", "verify DIR"],
 )
 def test_too_few_open_files_are_named(command, tmp_path):
     words = command.replace("DIR", str(tmp_path / "p")).split()

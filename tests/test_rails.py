@@ -27,6 +27,7 @@ from tccl_py.plan.chains import Choice
 from tccl_py.plan.directory import write_new_plan
 from tccl_py.plan.host_files import ClusterFiles
 from tccl_py.plan.load import check_plan, load_plan
+from tccl_py.plan.text import advice, show_plan
 from tccl_py.planning.cables import failing
 from tccl_py.planning.jobs import as_achieved, plan_of_job
 from tccl_py.planning.planner import make_cluster_plan
@@ -336,7 +337,16 @@ def test_each_host_gets_the_names_of_its_own_nics(unlike, tmp_path):
     assert {host: own["NCCL_IB_HCA"] for host, own in arm.of_hosts.items() if own} == HCAS
     verdict = target.verdict(plan.settings.version, arm.variables)
     assert verdict.verdict == "used", verdict
-    # 4. One script for all hosts cannot say it.
+    # 4. What is shown is what all share, and another host gets no list.
+    shown = show_plan(plan)
+    assert not any("NCCL_IB_HCA" in way.environment for way in shown.choices.values())
+    assert "NCCL_IB_HCA" not in shown.environment and "NCCL_IB_HCA" not in advice(plan)
+    elsewhere = deliver(plan, directory, JobRequest(host="other"), say=lambda _: None)
+    assert "NCCL_IB_HCA" not in elsewhere.variables
+    (place := tmp_path / "other").mkdir()
+    found, _ = sourced("sh", directory / "nccl" / "env.sh", named_host(place, "other", None))
+    assert "NCCL_IB_HCA" not in found
+    # 5. One script for all hosts cannot say it.
     with pytest.raises(InputError):
         script("module", plan, directory, given, equal_hosts=False)
 
@@ -354,17 +364,18 @@ def test_pinned_nics_are_those_of_every_choice(names, tmp_path):
         assert choice.environment["NCCL_IB_HCA"] == names
     ends = {end for path in plan.paths for c in path.chains for end in (c.entry_nic, c.exit_nic)}
     assert ends <= {*listed} and len(listed) == len(names.split(","))
+    assert "left out" not in " ".join(plan.notices) or "mlx5_1" in names
     # A slow one that is pinned carries no ring of the graph file.
     assert plan.rate_gbps == pytest.approx(50.0 * len(ends))
     assert not any("NCCL_IB_HCA" in notice for notice in plan.notices)
 
 
-def test_pinned_nics_that_a_host_does_not_have_are_refused():
+@pytest.mark.parametrize("names", ["=mlx5_9", "=mlx5_0,mlx5_9:1"])
+def test_pinned_nics_that_a_host_does_not_have_are_refused(names):
+    sources, pinned = list(map(Simulator, UNLIKE)), {"NCCL_IB_HCA": names}
     with pytest.raises(InputError) as refused:
-        make_cluster_plan(
-            unlike_hosts(), list(map(Simulator, UNLIKE)), pinned_env={"NCCL_IB_HCA": "=mlx5_9"}
-        )
-    assert "pinned" in refused.value.what
+        make_cluster_plan(unlike_hosts(), sources, pinned_env=pinned)
+    assert "mlx5_9" in refused.value.what
 
 
 def test_names_for_another_number_of_classes_are_refused(unlike):

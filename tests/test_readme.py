@@ -154,6 +154,23 @@ def test_the_extras_in_the_readme_are_those_of_the_package():
     assert named == set(metadata.metadata("tccl-py").get_all("Provides-Extra"))
 
 
+def test_the_demo_plans_shows_and_draws_a_machine(tmp_path):
+    demo = (ROOT / "scripts" / "demo").read_text()
+    lines = [line for line in demo.splitlines() if line.startswith("tccl ")]
+    script = "\n".join(['set -eu; machine=amd-v100 folder="$1"', *lines])
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    ran = subprocess.run(
+        ["bash", "-c", script, "bash", str(tmp_path / "plan")],
+        env={**os.environ, "PATH": path, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert len(lines) == 3 and (tmp_path / "plan" / "report.html").is_file()
+
+
 def test_the_scripts_in_the_documents_exist_and_can_be_run():
     pages = [ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").rglob("*.md"))]
     # Results name the commands of their day.

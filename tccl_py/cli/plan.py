@@ -232,7 +232,11 @@ def _print_end(made: Plan, output: Path, subject: Subject) -> None:
     _, slowest = made.bottleneck
     shared = f"in each of {made.ring_count} rings" if made.ring_count > 1 else "in the ring"
     limit = f"{slowest.flow.words}, {slowest.rate_gbps:.2f} GB/s {shared}"
+    if made.rate_gbps < 0.99 * made.ring_count * slowest.rate_gbps:
+        limit = "what rings share on the way between hosts"
     limits = [text.partition(": ")[0] for text in limit_sentences(made)]
+    # Rings of a graph file that is not recommended say nothing of other, slower ones.
+    is_of_these = (made.choices[name].rate_gbps or 0.0) > 0.99 * made.rate_gbps
     first = "`tccl doctor` on the machine, then " if doctor_first(made) else "on the machine: "
     basis = "simulated" if made.simulated and not made.dry_run else made.provenance
     if made.pinned_env:
@@ -247,12 +251,12 @@ def _print_end(made: Plan, output: Path, subject: Subject) -> None:
         ("Plan", f"{planned_gpus(made)}: {basis}"),
         ("Verdict", advice(made)),
         ("Rates", ", ".join(rates).replace("nan GB/s", "no rate")),
-        ("Limit", limits[0] if limits else limit),
+        ("Limit", limits[0] if limits else limit * is_of_these),
         ("How sure", subject.say_sure(made) + assumed + "; cut short" * made.cut_short),
         ("Files", f"in {output}; all of it{noted}: tccl show {output}"),
         ("Next", f"{first * (made.simulated or made.dry_run)}{following}"),
     )
-    for title, text in lines:
+    for title, text in filter(lambda line: line[1], lines):
         style = GOOD if title == "Verdict" and not made.dry_run else ""
         console.print(grid([(title.ljust(9), text)]), style=style)
 

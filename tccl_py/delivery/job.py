@@ -148,8 +148,7 @@ def deliver(plan: Plan, directory: Path, request: JobRequest, *, say: Say) -> De
         variables = plugin_exports(plan, directory, equal_hosts=request.equal_hosts)
     else:
         variables = choice_variables(plan, directory, choice, file, plugin=False)
-    own, names = _with_own_nics(plan, plan.choices[choice], place.job.get("host"))
-    variables |= names
+    own, variables = _with_own_nics(plan, plan.choices[choice], place.job.get("host"), variables)
     return Delivery(
         job=place.job,
         choice=own,
@@ -211,17 +210,23 @@ def deliver_to_host(plan: Plan, directory: Path, request: JobRequest, *, say: Sa
             say(f"without the plugin, by variables alone: {why}")
         else:
             variables = loading | ({NEWER_VARIABLE: newest} if newest else {})
-    choice, names = _with_own_nics(plan, choice, host_here(plan))
-    provenance = plan.provenance_of(name)
-    return Delivery(choice=choice, provenance=provenance, variables=variables | names)
+    choice, variables = _with_own_nics(plan, choice, host_here(plan), variables)
+    return Delivery(choice=choice, provenance=plan.provenance_of(name), variables=variables)
 
 
-def _with_own_nics(plan: Plan, choice: Choice, host: str | None) -> tuple[Choice, dict[str, str]]:
-    """Return a choice on a host of a plan, and the variables that are that host's own."""
-    names = own_variables(plan, choice.settings).get(host or "", {})
-    number = plan.cluster.host_classes[host] if host and names else 0
-    settings = plan.settings_on(number, choice.settings) if names else choice.settings
-    return msgspec.structs.replace(choice, settings=settings), names
+def _with_own_nics(
+    plan: Plan, choice: Choice, host: str | None, variables: Mapping[str, str]
+) -> tuple[Choice, dict[str, str]]:
+    """Return a choice with a host's own NICs, and the variables: none of them on other hosts."""
+    if not (own := own_variables(plan, choice.settings)):
+        return choice, dict(variables)
+    settings = plan.shared(choice.settings)
+    if host in own:
+        settings = plan.settings_on(plan.cluster.host_classes[host], choice.settings)
+    others = {name for names in own.values() for name in names}
+    kept = {name: value for name, value in variables.items() if name not in others}
+    choice = msgspec.structs.replace(choice, settings=settings)
+    return choice, kept | own.get(host or "", {})
 
 
 def _on_host(plan: Plan, directory: Path, request: JobRequest, say: Say) -> _Place:

@@ -68,11 +68,8 @@ def host_graphs(plan: Plan) -> dict[str, str]:
 
 
 def own_variables(plan: Plan, settings: Settings) -> dict[str, dict[str, str]]:
-    """Return the variables under settings that a host has of its own, by host: names of its NICs.
-
-    They take the place of what one list for all hosts says; {} where that suits all.
-    """
-    shared = environment(settings).items()
+    """Return the variables under settings that a host has beside the shared ones, by host."""
+    shared = environment(plan.shared(settings)).items()
     classes = range(len(plan.class_nics))
     own = [dict(environment(plan.settings_on(n, settings)).items() - shared) for n in classes]
     return {h.name: own[plan.class_number(h)] for h in plan.hosts} if any(own) else {}
@@ -178,7 +175,7 @@ class ClusterFiles:
 
         A rank does not know what ranks of other hosts are given.
         """
-        return environment(self.plan.job_settings), {}
+        return environment(self.plan.shared(self.plan.job_settings)), {}
 
     def used_on(self, host: str | None) -> list[str]:
         """Return the files of a plan's directory that ranks on a host use: not those of others."""
@@ -194,11 +191,12 @@ class ClusterFiles:
         files = {self.graphs[name]: text for name, text in host_graphs(plan).items()}
         hosts = [(host.name, plan.gpus_of(host)) for host in plan.hosts]
         files |= order_files(hosts, place, provenance=provenance)
-        env = env_text(settings, None, provenance=provenance)
+        shared = plan.shared(settings)
+        env = env_text(shared, None, provenance=provenance)
         if found := _host_lines(plan, settings):
             check_path(place)
             choice = _CHOICE.format(hosts=shlex.quote(str(place / HOSTS_FOLDER)), found=found)
-            env = f"# tccl-py, rates {provenance}. {_ENV_NOTE}{env_sh(settings)}{choice}"
+            env = f"# tccl-py, rates {provenance}. {_ENV_NOTE}{env_sh(shared)}{choice}"
         return files | {"env.sh": env}
 
     def plugin(

@@ -73,7 +73,7 @@ def advice(plan: Plan) -> str:
     """Return the recommendation, in a sentence or two; a dry run has none."""
     if plan.dry_run:
         return "DRY RUN: no advice, as no GPU was measured."
-    return _advice(plan)
+    return _advice(plan.as_shown)
 
 
 def doctor_first(plan: Plan) -> str:
@@ -241,6 +241,7 @@ _MOST_ORDER = 1000
 
 def summary(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yield facts of a plan, each with its name."""
+    plan = plan.as_shown
     # No assumed value lies behind the limit unless one does behind the graph files.
     mark = plan.provenance_of("graph")
     if not plan.cluster.closes:
@@ -440,6 +441,7 @@ class ShownPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 def show_plan(plan: Plan) -> ShownPlan:
     """Return a plan as commands print it as JSON."""
+    plan = plan.as_shown
     if plan.cluster.closes:
         files = ((gpus, f"nccl/{name}", rings) for gpus, name, rings in subset_files(plan))
         of_kind: dict[str, Any] = {

@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from tccl_py.errors import BudgetSpentError, InputError, MeasurementError, SearchError
+from tccl_py.errors import BudgetSpentError, InputError, MeasurementError, SearchError, require
 from tccl_py.files import pick
 from tccl_py.merge.cables import cabled_ring
 from tccl_py.model.cluster import Cluster, Host, NodeClass, cabled_nics, gpus_text
@@ -153,8 +153,11 @@ def used_nics(machine: Machine, pinned: Settings | None = None) -> tuple[int, ..
     usable = usable_nics(machine, pinned or Settings())
     nics: Sequence[Nic] = [nic for nic in rdma or machine.nics if nic.index in usable]
     if not nics:
-        fault = "has no NIC" if pinned is None or not pinned.ib_hca else "has no NIC that is pinned"
-        raise InputError(f"machine {machine.name}", fault, "a node of several needs one that is up")
+        where, names = f"machine {machine.name}", ", ".join(nic.name for nic in machine.nics)
+        if pinned is not None and pinned.ib_hca:
+            fault = f"has none of {', '.join(pinned.ib_hca)}, which NCCL_IB_HCA pins"
+            raise InputError(where, fault, f"it has {names or 'no NIC'}")
+        raise InputError(where, "has no NIC", "a node of several needs one that is up")
     fastest = max(nic.speed_mbps for nic in nics)
     return tuple(nic.index for nic in nics if nic.speed_mbps >= SLOW_NIC * fastest)
 
@@ -445,6 +448,10 @@ class SeveralHosts:
         # A ring on each NIC, among others.
         pinned = request.default_settings
         nics = [_nics(cluster, node_class, pinned) for node_class in cluster.classes]
+        here = {nic.name for of in cluster.classes for nic in of.machine.nics}
+        for name in pinned.ib_hca:
+            fault = f"names {name}, which no host has"
+            require(name.partition(":")[0] in here, "pinned NCCL_IB_HCA", fault, "leave it out")
         counts = {1, 2, FEW_RINGS} | {min(len(used), MAX_RINGS) for used in nics}
         more: dict[str, Any] = {
             "ring_counts": request.ring_counts or tuple(sorted(counts)),

@@ -654,7 +654,9 @@ def _notices(cluster: Cluster, best: Candidate, nodes: Sequence[ClassRates]) -> 
     for node in nodes:
         yield from node.kept.notices
         machine = node.node_class.machine
-        names = ", ".join(nic.id for nic in machine.nics if nic.index not in node.nics)
+        # Those that a pinned list leaves out are the user's choice.
+        usable = {*usable_nics(machine, node.kept.default_settings)} - {*node.nics}
+        names = ", ".join(nic.id for nic in machine.nics if nic.index in usable)
         if names and not cluster.cables:
             yield f"{node.node_class.name}: {names} left out, as too slow or of another kind"
         if not all(nic.has_name for nic in machine.nics if nic.index in node.nics):

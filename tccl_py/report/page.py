@@ -163,7 +163,7 @@ def simulated_pairs(plan: Plan, directory: Path) -> Journal:
 
 def report_html(contents: Contents) -> str:
     """Return the report on a plan's directory, as one HTML document."""
-    plan, verified = contents.plan, contents.verification
+    plan, verified = contents.plan.as_shown, contents.verification
     nodes = [_node(contents, number) for number in range(len(plan.cluster.classes))]
     return (
         templates()
