@@ -96,7 +96,7 @@ def description(param: Any) -> str:
     if param.required and param.param_type_name == "option":
         text += " Required."
     shown = getattr(param, "show_default", False) and not getattr(param, "is_flag", False)
-    if shown and param.default is not None and isinstance(param.default, str | int | float):
+    if shown and param.default not in (None, "") and isinstance(param.default, str | int | float):
         text += f" Default: `{param.default}`."
     return text
 

@@ -396,7 +396,8 @@ def _check(request: PlanRequest, *, in_job: bool, tune: bool | None) -> None:
     gid_index = request.ib_gid_index
     check_range("--gid-index", gid_index or 0, 0, MAX_GID_INDEX)
     check_range("--seed", request.seed or 0, 0, inf)
-    models = f"add --simulate MACHINE --nodes N, or {UNDER_MPI}"
+    simulate = "--simulate MACHINE " * (request.simulate is None)
+    models = f"add {simulate}--nodes N, or {UNDER_MPI}"
     if in_job or request.names_hosts:
         right = "leave it out: as many GPUs of a host are used as it has ranks (slots)"
         refuse({"--gpus": request.gpus}, "is about one machine", right)

@@ -84,7 +84,7 @@ def plan_hosts(
         own_rings: returns NCCL's own rings on a single host; None computes them by its rules.
         tables: a list that takes the tables of every class of several hosts.
 
-    Raises InputError: unknown version or strategy, or pinned variables that say nothing of P2P; or
+    Raises InputError: unknown version or strategy, or pinned variables that pin nothing; or
     as `make_plan` and `make_cluster_plan`.
     """
     pinned = pinned_values(request.pinned_env, where="pinned environment")
@@ -365,7 +365,7 @@ def make_plan(
             graph files.
 
     Raises InputError: unknown GPUs, version or strategy, fewer than two GPUs, or pinned variables
-    that say nothing of P2P. SearchError: no ring exists. MeasurementError: the source cannot
+    that pin nothing. SearchError: no ring exists. MeasurementError: the source cannot
     measure what is needed.
     """
     check_type(machine, "machine", Machine, str, Path)
@@ -447,7 +447,7 @@ def make_cluster_plan(
             share the other half of the budget.
 
     Raises InputError: several hosts and a class without NIC, unknown version or strategy, or pinned
-    variables that say nothing of P2P. SearchError: no ring exists. MeasurementError: a source
+    variables that pin nothing. SearchError: no ring exists. MeasurementError: a source
     cannot measure a needed set.
     """
     check_type(cluster, "cluster", Cluster)
