@@ -386,7 +386,7 @@ def test_names_for_another_number_of_classes_are_refused(unlike):
 
 
 def test_without_names_such_hosts_share_no_second_rail():
-    with pytest.raises(SearchError):
+    with pytest.raises(SearchError, match="mlx5_3 of mixA is on rails that other hosts have no"):
         plan_unlike(unlike_hosts(None))
 
 

@@ -129,8 +129,23 @@ def best_rings(
     if best is None and cancelled:  # There is nothing to return.
         raise KeyboardInterrupt
     if best is None:
-        raise SearchError("no ring over all hosts was found: no settings suit every class")
+        raise SearchError(f"no ring over all hosts was found: {_why_none(cluster, nodes)}")
     return best, cancelled
+
+
+def _why_none(cluster: Cluster, nodes: Sequence[ClassRates]) -> str:
+    """Return why there is no ring: a class's NICs on rails that another class has not."""
+    on = [{node.node_class.rail(nic): nic for nic in node.nics} for node in nodes]
+    for node, rails in zip(nodes, on, strict=True) if cluster.rails == "only" else ():
+        alone = sorted(nic for rail, nic in rails.items() if any(rail not in of for of in on))
+        if alone:
+            nics = node.node_class.machine.nics
+            names = ", ".join(nic.name for nic in nics if nic.index in alone)
+            return (
+                f"{names} of {node.node_class.name} {'is' if len(alone) == 1 else 'are'} on rails "
+                "that other hosts have no fast NIC on; name the NICs of rails in the switches file"
+            )
+    return "no settings suit every class"
 
 
 def _of_all_dealings(
