@@ -179,7 +179,7 @@ def choice_variables(
 
     The choice "graph" names `file` below `nccl/`, "" if there is none for the job.
     """
-    settings = plan.choices[choice].settings
+    settings = plan.shared_settings(plan.choices[choice].settings)
     if plugin and settings.shm_placement and not why_no_plugin(settings.version):
         return plugin_exports(plan, directory)
     graph = PurePosixPath(directory.resolve(), "nccl", file) if choice == "graph" and file else None
@@ -198,7 +198,7 @@ def deliver_to_host(plan: Plan, directory: Path, request: JobRequest, *, say: Sa
     right = "start such jobs by `tccl run --workload`"
     require(own or name != "graph", "the graph file", what, right)
     choice = plan.plain_choice if own else plan.choices[name]
-    variables = job_environment(choice.settings)
+    variables = job_environment(plan.shared_settings(choice.settings))
     # The plugin's index is that of the plan's own choice.
     if request.plugin and own:
         why, newest = request.why_no_plugin(plan), request.newest_nccl
@@ -217,16 +217,11 @@ def deliver_to_host(plan: Plan, directory: Path, request: JobRequest, *, say: Sa
 def _with_own_nics(
     plan: Plan, choice: Choice, host: str | None, variables: Mapping[str, str]
 ) -> tuple[Choice, dict[str, str]]:
-    """Return a choice with a host's own NICs, and the variables: none of them on other hosts."""
-    if not (own := own_variables(plan, choice.settings)):
-        return choice, dict(variables)
-    settings = plan.shared(choice.settings)
-    if host in own:
-        settings = plan.settings_on(plan.cluster.host_classes[host], choice.settings)
-    others = {name for names in own.values() for name in names}
-    kept = {name: value for name, value in variables.items() if name not in others}
-    choice = msgspec.structs.replace(choice, settings=settings)
-    return choice, kept | own.get(host or "", {})
+    """Return a choice with a host's own NICs, and the variables with them; others have none."""
+    number, settings = plan.cluster.host_classes.get(host or ""), choice.settings
+    own = own_variables(plan, settings).get(host or "", {})
+    on = plan.shared_settings(settings) if number is None else plan.settings_on(number, settings)
+    return msgspec.structs.replace(choice, settings=on), {**variables, **own}
 
 
 def _on_host(plan: Plan, directory: Path, request: JobRequest, say: Say) -> _Place:

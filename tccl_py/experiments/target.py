@@ -96,7 +96,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                 continue
             variables, choice = dict(plan.pinned_env), option
             if plan.control != "default" and (name == "default" or plan.cluster.cables):
-                variables |= environment(control.settings)
+                variables |= environment(plan.shared_settings(control.settings))
                 choice = control if option.fails else option
             if name != "default":
                 variables |= self._variables(name)

@@ -69,7 +69,7 @@ def host_graphs(plan: Plan) -> dict[str, str]:
 
 def own_variables(plan: Plan, settings: Settings) -> dict[str, dict[str, str]]:
     """Return the variables under settings that a host has beside the shared ones, by host."""
-    shared = environment(plan.shared(settings)).items()
+    shared = environment(plan.shared_settings(settings)).items()
     classes = range(len(plan.class_nics))
     own = [dict(environment(plan.settings_on(n, settings)).items() - shared) for n in classes]
     return {h.name: own[plan.class_number(h)] for h in plan.hosts} if any(own) else {}
@@ -175,7 +175,7 @@ class ClusterFiles:
 
         A rank does not know what ranks of other hosts are given.
         """
-        return environment(self.plan.shared(self.plan.job_settings)), {}
+        return environment(self.plan.shared_settings(self.plan.job_settings)), {}
 
     def used_on(self, host: str | None) -> list[str]:
         """Return the files of a plan's directory that ranks on a host use: not those of others."""
@@ -191,7 +191,7 @@ class ClusterFiles:
         files = {self.graphs[name]: text for name, text in host_graphs(plan).items()}
         hosts = [(host.name, plan.gpus_of(host)) for host in plan.hosts]
         files |= order_files(hosts, place, provenance=provenance)
-        shared = plan.shared(settings)
+        shared = plan.shared_settings(settings)
         env = env_text(shared, None, provenance=provenance)
         if found := _host_lines(plan, settings):
             check_path(place)

@@ -185,7 +185,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         own = names if getattr(settings, field) else ()
         return msgspec.structs.replace(settings, **{field: own}) if own else settings
 
-    def shared(self, settings: Settings) -> Settings:
+    def shared_settings(self, settings: Settings) -> Settings:
         """Return settings without the names of NICs, where no list suits all hosts."""
         if not self.class_nics:
             return settings
@@ -195,7 +195,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def as_shown(self: P) -> P:
         """The plan for people, whose choices have what all hosts share."""
         for name, way in self.choices.items() if self.class_nics else ():
-            self = self.with_choice(name, settings=self.shared(way.settings))  # noqa: PLW0642
+            self = self.with_choice(name, settings=self.shared_settings(way.settings))  # noqa: PLW0642
         return self
 
     def in_rings(self, host: PlannedHost) -> tuple[str, dict[int, int]]:

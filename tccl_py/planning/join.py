@@ -66,8 +66,7 @@ def plan_over(cluster: Cluster, nodes: Sequence[ClassRates], request: PlanReques
     """
     best, cancelled = best_rings(cluster, nodes, keep_order=request.keep_order)
     settings = _with_nics(cluster, best, nodes, request)
-    pinned = "NCCL_IB_HCA" in request.pinned_env
-    class_nics = () if pinned else _class_nics(nodes, settings)
+    class_nics = () if request.default_settings.ib_hca else _class_nics(nodes, settings)
     default, variables = _own_choices(cluster, nodes)
     if cluster.cables:
         default, variables = choices_along_cables(default, variables, cluster, nodes, settings)
@@ -485,8 +484,7 @@ def _with_nics(
     nics = [n for node in nodes for n in node.node_class.machine.nics if n.index in node.nics]
     rdma, named = all(nic.rdma for nic in nics), all(nic.has_name for nic in nics)
     names = chain.from_iterable(_own_names(node, rdma=rdma) for node in nodes if named)
-    pinned = request.default_settings.ib_hca
-    listed = pinned or tuple(dict.fromkeys(names))
+    listed = request.default_settings.ib_hca or tuple(dict.fromkeys(names))
     chains, settings = chain.from_iterable(joined.hosts.values()), joined.settings
     return replace(
         settings,
